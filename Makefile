@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make pretrain       set up, build the demo corpus, train, report and export; resumes if it is run again"
-	@echo "make check          check style, types and the tests of what changed since the last commit (90 s)"
+	@echo "make check          check style, types and the tests of what changed since the last commit (70 s)"
 	@echo "make test           set up, then check style and types and run all tests"
 	@echo "make test-long      run the tests that take too long for make test (about half an hour)"
 	@echo "make cluster-test   test with a real Slurm cluster and real ssh hosts on this machine (root, Linux; minutes)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -20,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typing_extensions import override
 
-from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR
+from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from electra_dist.version import VERSION
 from electra_launcher.entry import begin_program, exit_code_of
 
@@ -193,4 +194,12 @@ def main() -> None:
     Any other exception is a bug and shows its traceback.
     """
     begin_program()
-    sys.exit(exit_code_of(app, code_if_away=EXIT_USER_ERROR))
+    sys.exit(exit_code_of(_run_command, code_if_away=EXIT_USER_ERROR))
+
+
+def _run_command() -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been deleted; change to another one, for example by `cd ~`") from None
+    return int(app() or 0)

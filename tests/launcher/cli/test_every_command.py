@@ -208,6 +208,21 @@ def test_an_error_is_one_line_also_with_a_line_break_in_a_file_name(
     assert error_line(ValueError(os.fsdecode(b"text-\xff.txt"))) == "error: text-\\udcff.txt"
 
 
+def test_a_current_folder_that_has_been_deleted_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(
+        sys, "argv", ["electra-dist", "corpus", "build", "--input", "a", "--vocab", "b", "--output", "c"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 78
+    assert capsys.readouterr().err.startswith("error: the current folder has been deleted; ")
+
+
 @pytest.mark.parametrize("limit", ["banana", "24h", "1:2:3:4", "", "24:00:00\n"])
 def test_a_time_limit_that_slurm_does_not_know_is_refused(limit: str, tiny_config: MakeConfig) -> None:
     arguments = ["submit", "--config", str(tiny_config()), "--nodes", "1", "--gpus-per-node", "1", "--time", limit]
