@@ -62,7 +62,7 @@ class CheckpointBench:
         torch.manual_seed(0)
         self.folder = folder
         self.engine = Engine(build_towers(config.model, config.seed), config.train, config.engine, config.optimizer)  # type: ignore[arg-type]
-        self.fragments = owned_fragments(self.engine.deepspeed.module, self.engine.optimizer)
+        self.fragments = owned_fragments(self.engine)
         self.views = [view for fragment in self.fragments for view in fragment.views.values()]
         for view in self.views:
             view.add_(0.5)  # New moments are one shared page of zeros, which is faster to read than memory.

@@ -55,11 +55,9 @@ class Stages:
 
 def copy_generator(engine: Engine) -> None:
     """Copy the fp32 weights of generator and embeddings to the discriminator; zero its moments. Collective."""
-    module = engine.deepspeed.module
-    optimizer = engine.optimizer
-    held = {fragment.name: fragment for fragment in held_fragments(module, optimizer)}
-    owned = {fragment.name: fragment for fragment in owned_fragments(module, optimizer)}
-    for name, shape in parameter_shapes(module).items():
+    held = {fragment.name: fragment for fragment in held_fragments(engine)}
+    owned = {fragment.name: fragment for fragment in owned_fragments(engine)}
+    for name, shape in parameter_shapes(engine.deepspeed.module).items():
         copy_name = _copy_name(name)
         if copy_name is None:
             continue  # not a parameter of the generator
@@ -70,7 +68,7 @@ def copy_generator(engine: Engine) -> None:
             destination.views["master"].copy_(master[destination.start : destination.start + destination.numel])
             destination.views["exp_avg"].zero_()
             destination.views["exp_avg_sq"].zero_()
-    publish(optimizer)
+    publish(engine)
 
 
 def _copy_name(name: str) -> str | None:

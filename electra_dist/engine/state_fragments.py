@@ -10,8 +10,6 @@ writing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,37 +17,39 @@ from torch import nn
 from electra_dist.checkpoint.manifest import KINDS, Kind
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.engine.adamw import MOMENTS, ForeachAdamW, moments_of
+from electra_dist.engine.engine import Engine
 from electra_dist.engine.zero import layout_of
 from electra_dist.version import DEEPSPEED
 
 assert ("master", *MOMENTS) == KINDS
 
 
-def owned_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
+def owned_fragments(engine: Engine) -> list[Fragment]:
     """Return the ranges of parameters ("fragments") that only this rank writes into a checkpoint.
 
     At ZeRO stage 0, where every rank holds everything, each parameter is cut into one part per rank. The fp32 views
-    alias the live state of `module` and `optimizer`. Not collective.
+    alias the live state of the engine. Not collective.
     """
-    return _fragments(module, optimizer, share=dist.get_rank(), num_shares=dist.get_world_size())
+    return _fragments(engine, share=dist.get_rank(), num_shares=dist.get_world_size())
 
 
-def held_fragments(module: nn.Module, optimizer: Any) -> list[Fragment]:
+def held_fragments(engine: Engine) -> list[Fragment]:
     """Return the ranges of parameters that this rank fills when it loads a checkpoint; call `publish` afterwards.
 
     At ZeRO stage 0 these are whole parameters; at stages 1 to 3 they are the same as `owned_fragments`.
     """
-    return _fragments(module, optimizer, share=0, num_shares=1)
+    return _fragments(engine, share=0, num_shares=1)
 
 
-def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -> list[Fragment]:
+def _fragments(engine: Engine, share: int, num_shares: int) -> list[Fragment]:
     """Return this rank's fragments, with missing moments created as zeros.
 
     At stage 0, where every rank holds everything, they are part `share` of `num_shares` of each parameter.
     """
+    optimizer = engine.optimizer
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
-    for master in layout_of(optimizer).masters(module, share, num_shares):
+    for master in layout_of(optimizer).masters(engine.deepspeed.module, share, num_shares):
         exp_avgs, exp_avg_sqs = moments_of(base, [master.flat])
         if not isinstance(base, ForeachAdamW):
             # Fused Adams count steps; without bias correction they never use the count.
@@ -72,9 +72,9 @@ def _fragments(module: nn.Module, optimizer: Any, share: int, num_shares: int) -
     return fragments
 
 
-def publish(optimizer: Any) -> None:
+def publish(engine: Engine) -> None:
     """Copy fp32 master weights that were overwritten to the parameters that the forward pass reads. Collective."""
-    layout_of(optimizer).publish()
+    layout_of(engine.optimizer).publish()
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:

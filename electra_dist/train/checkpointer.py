@@ -107,9 +107,7 @@ class Checkpointer:
         config, engine, skips = start.config, start.engine, start.skips
         corpus_fingerprint = start.inputs.corpora.fingerprint
         self._config = config
-        self._module = engine.deepspeed.module
-        self._optimizer = engine.optimizer
-        self._loss_scale = engine.loss_scale
+        self._engine = engine
         self._skips = skips
         self._targets = start.inputs.targets
         identity_sha256 = config.identity_sha256()
@@ -129,8 +127,8 @@ class Checkpointer:
             corpus_fingerprint=corpus_fingerprint,
             world_size=dist.get_world_size(),
             zero_stage=config.engine.zero_stage,
-            shapes=parameter_shapes(self._module),
-            shared=shared_names(self._module),
+            shapes=parameter_shapes(engine.deepspeed.module),
+            shared=shared_names(engine.deepspeed.module),
             versions={name: installed[package] for name, package in _RECORDED_VERSIONS.items()},
             bit_settings=bit_settings(config, engine),
             skipped=tuple(sorted(skips.steps)),
@@ -149,19 +147,19 @@ class Checkpointer:
         says that the engine still holds the weights with which it was built. Raises UserError if there are
         checkpoints, but none of them can be used.
         """
-        fragments = held_fragments(self._module, self._optimizer)
-        self.writer.reserve(owned_fragments(self._module, self._optimizer))
+        fragments = held_fragments(self._engine)
+        self.writer.reserve(owned_fragments(self._engine))
         loaded = load_newest(
             self._targets, fragments, self.record, self._older_identities.values(), self._skips.stopped
         )
-        if self._loss_scale is not None:
-            self._loss_scale.restore(loaded.state.loss_scale if loaded.state else None)
+        if self._engine.loss_scale is not None:
+            self._engine.loss_scale.restore(loaded.state.loss_scale if loaded.state else None)
         if loaded.state is None:
             # Where there are checkpoints, the towers are built without `init_from`.
             if pristine and not loaded.set_aside:
                 return loaded
             self._initialise(fragments)
-        publish(self._optimizer)  # copies the masters to the parameters that the forward pass reads
+        publish(self._engine)  # copies the masters to the parameters that the forward pass reads
         return loaded
 
     def _initialise(self, fragments: list[Fragment]) -> None:
@@ -170,7 +168,7 @@ class Checkpointer:
         if self._config.train.init_from:
             load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))
         # The engine's masters began as copies of its parameters, hence rounded to their dtype.
-        dtype = next(self._module.parameters()).dtype
+        dtype = next(self._engine.deepspeed.module.parameters()).dtype
         initial_values = {}  # flattened, by parameter name
         for name, parameter in towers.named_parameters():
             initial_values[f"towers.{name}"] = parameter.detach().to(dtype).reshape(-1)
@@ -189,9 +187,9 @@ class Checkpointer:
         failed.
         """
         state = self.record.model_copy(update=train_state.state_fields())
-        if self._loss_scale is not None:
-            state = state.model_copy(update={"loss_scale": self._loss_scale.state})
-        return self.writer.save(state, owned_fragments(self._module, self._optimizer))
+        if self._engine.loss_scale is not None:
+            state = state.model_copy(update={"loss_scale": self._engine.loss_scale.state})
+        return self.writer.save(state, owned_fragments(self._engine))
 
     def finish(self, last: RunState) -> None:
         """Complete the checkpoint of the last step, because a killed start may have copied it to some stores only.

@@ -43,7 +43,7 @@ def summed_gradient(device_type: str, precision: str, stage: int) -> set[float]:
     engine.backward(engine.deepspeed(inputs).float().sum())
     engine.step(0.0)
     gradients: set[float] = set()
-    for fragment in owned_fragments(engine.deepspeed.module, engine.optimizer):
+    for fragment in owned_fragments(engine):
         gradients.update((2 * fragment.views["exp_avg"]).tolist())  # (1 - beta1) is a half
     engine.close()
     return gradients

@@ -63,7 +63,7 @@ def test_the_first_moments_of_the_first_step_are_those_of_the_gradients_clipped_
         assert norm == pytest.approx(true_norm, rel=tolerance)  # the norm before clipping is reported
         factor = min(1.0, clip_norm / true_norm)
         difference = 0.0
-        for fragment in owned_fragments(engine.deepspeed.module, engine.optimizer):
+        for fragment in owned_fragments(engine):
             expected = (1 - BETA1) * factor * gradient_of[fragment.name]
             moment = fragment.views["exp_avg"].double()
             difference += float((moment - expected[fragment.start : fragment.start + fragment.numel]).square().sum())

@@ -89,7 +89,7 @@ def test_the_engine_learns_with_lamb_and_its_fragments_hold_both_moments(precisi
         engine.step(3e-3)
         losses.append(out.loss.item())
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
-    fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
+    fragments = held_fragments(engine)
     engine.close()
     assert all(set(f.views) == {"master", "exp_avg", "exp_avg_sq"} for f in fragments)
     assert sum(bool(f.views["exp_avg_sq"].any()) for f in fragments) == len(fragments)

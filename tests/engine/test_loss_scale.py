@@ -104,7 +104,7 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Return a copy of all masters and moments."""
     return {
         f"{fragment.name} {kind}": view.clone()
-        for fragment in owned_fragments(engine.deepspeed.module, engine.optimizer)
+        for fragment in owned_fragments(engine)
         for kind, view in fragment.views.items()
     }
 
@@ -122,7 +122,7 @@ def test_overflow_changes_only_the_scale_and_the_next_step_is_as_without_it(
 ) -> None:
     engine = build_engine(stage, offload)
     assert engine.loss_scale is not None
-    publish(engine.optimizer)  # as after a restart; at stage 3 it gathers the parameters
+    publish(engine)  # as after a restart; at stage 3 it gathers the parameters
     run_step(engine, 0)
     before = state_of(engine)
     scale_before = engine.loss_scale.state
@@ -137,7 +137,7 @@ def test_overflow_changes_only_the_scale_and_the_next_step_is_as_without_it(
     engine.close()
 
     steady = build_engine(stage, offload)
-    publish(steady.optimizer)
+    publish(steady)
     run_step(steady, 0)
     assert run_step(steady, 2) == (norm_after, True)
     run_step(steady, 3)

@@ -118,16 +118,16 @@ def test_an_engine_with_muon_learns_and_continues_bit_for_bit_from_its_checkpoin
     assert uncut.optimizer_name == "ForeachMuon (electra-dist)"
     first_losses = run_steps(uncut, config, 0, 3)
     saved = {}
-    for fragment in held_fragments(uncut.deepspeed.module, uncut.optimizer):
+    for fragment in held_fragments(uncut):
         saved[fragment.name] = {kind: view.clone() for kind, view in fragment.views.items()}
     expected = run_steps(uncut, config, 3, 12)
     uncut.close()
 
     resumed = build(config)
-    for fragment in held_fragments(resumed.deepspeed.module, resumed.optimizer):
+    for fragment in held_fragments(resumed):
         for kind, view in fragment.views.items():
             view.copy_(saved[fragment.name][kind])
-    publish(resumed.optimizer)
+    publish(resumed)
     assert run_steps(resumed, config, 3, 12) == expected
     resumed.close()
     assert np.mean(expected[-6:]) < np.mean(first_losses)
@@ -151,14 +151,14 @@ def test_a_refused_step_changes_neither_weights_nor_momenta() -> None:
     config = muon_config()
     engine = build(config)
     run_steps(engine, config, 0, 2)
-    held = held_fragments(engine.deepspeed.module, engine.optimizer)
+    held = held_fragments(engine)
     before = {(fragment.name, kind): view.clone() for fragment in held for kind, view in fragment.views.items()}
     ids = torch.from_numpy(synthetic_rows(4, 5).astype(np.int64))
     output = engine.forward(StepInput(ids, torch.arange(4), 2, 11, 1.0, 1.0))
     engine.backward(output.loss)
     _, was_updated = engine.step(2e-3, lambda: False)
     assert not was_updated
-    for fragment in held_fragments(engine.deepspeed.module, engine.optimizer):
+    for fragment in held_fragments(engine):
         for kind, view in fragment.views.items():
             assert torch.equal(view, before[fragment.name, kind])
     engine.close()

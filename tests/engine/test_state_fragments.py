@@ -85,17 +85,17 @@ def state_of(engine: Engine, step: int) -> RunState:
 def save(engine: Engine, folder: Path, step: int) -> None:
     """Save a checkpoint of the engine to `folder` and wait until it is committed."""
     writer = CheckpointWriter([open_store(str(folder))], 0, CheckpointConfig(keep_last=9))
-    writer.save(state_of(engine, step), owned_fragments(engine.deepspeed.module, engine.optimizer))
+    writer.save(state_of(engine, step), owned_fragments(engine))
     writer.close()
 
 
 def load(engine: Engine, folder: Path) -> tuple[int | None, list[str]]:
     """Load the newest checkpoint into the engine; return its step (None: there is none) and the notes of the load."""
-    fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
+    fragments = held_fragments(engine)
     state, notes, _ = load_newest([open_store(str(folder))], fragments, state_of(engine, 0))
     if state is None:
         return None, notes
-    publish(engine.optimizer)
+    publish(engine)
     return state.step, notes
 
 

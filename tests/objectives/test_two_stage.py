@@ -71,7 +71,7 @@ def two_stage_config(zero_stage: int, precision: str) -> Config:
 
 def master_weights(engine: Engine) -> Weights:
     """Copies of the fp32 master weights, by parameter name."""
-    fragments = held_fragments(engine.deepspeed.module, engine.optimizer)
+    fragments = held_fragments(engine)
     return {fragment.name: fragment.views["master"].clone() for fragment in fragments}
 
 

@@ -36,7 +36,7 @@ def tiny_engine(settings: dict[str, Any]) -> tuple[Config, Engine]:
 def whole_state(engine: Engine) -> State:
     """Return masters and moments of whole parameters, in their shapes, on every rank. Collective."""
     own = []
-    for fragment in owned_fragments(engine.deepspeed.module, engine.optimizer):
+    for fragment in owned_fragments(engine):
         for kind, view in fragment.views.items():
             own.append([fragment.name, kind, fragment.start, view.double().tolist()])
     state: State = {}
