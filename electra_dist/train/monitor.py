@@ -35,7 +35,6 @@ from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
 from electra_dist.nvml import GpuReading, GpuSampler
 from electra_dist.run.heartbeat import Heartbeat, Phase, hang_limits
-from electra_dist.run.lease import RunLease
 from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.patience import Patience
@@ -62,10 +61,9 @@ class RankMonitor:
     every logged step, and `close` when the run ends without an exception.
     """
 
-    def __init__(self, run_dir: Path, cluster: ClusterConfig, patience: Patience, lease: RunLease | None) -> None:
-        """Write the first heartbeat and read the GPUs. Only rank 0 passes `lease`, the lock of the run folder."""
+    def __init__(self, run_dir: Path, cluster: ClusterConfig, patience: Patience) -> None:
+        """Write the first heartbeat and read the GPUs."""
         self._run_dir = run_dir
-        self._lease = lease
         self._limits = hang_limits(cluster)
         self._patience = patience
         self._least_collective_s = 0.0
@@ -135,16 +133,6 @@ class RankMonitor:
     def step_s(self) -> float | None:
         """Median seconds per step over the newest steps, as in the heartbeat; None until enough steps were timed."""
         return self._heartbeat.last.step_s
-
-    @property
-    def has_lost_folder(self) -> bool:
-        """Whether rank 0 must not write, because the run folder is gone or another start has taken it."""
-        return self._lease is not None and self._lease.is_lost
-
-    def check_folder(self) -> None:
-        """Raise LeaseLost if another start of the run has taken the run folder, or the folder is gone."""
-        if self._lease is not None:
-            self._lease.check()
 
     def look(self, forward_s: float) -> RankObservation:
         """Read the GPUs of this node, and compare the forward times of all ranks. Collective; call it at logged steps.

@@ -211,7 +211,7 @@ def _build(
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device(), _predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
-    monitor = RankMonitor(run_dir, config.cluster, patience, lease)
+    monitor = RankMonitor(run_dir, config.cluster, patience)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     notes += engine.notes
     return Start(
@@ -221,6 +221,7 @@ def _build(
         skips=SkipList(run_dir, config.train.skip_steps, patience),
         stop=stop,
         monitor=monitor,
+        lease=lease,
         patience=patience,
     )
 

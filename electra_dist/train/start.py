@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from electra_dist.config import Config
 from electra_dist.engine.engine import Engine
+from electra_dist.run.lease import RunLease
 from electra_dist.store.patience import Patience
 from electra_dist.train.check_inputs import RunInputs
 from electra_dist.train.guard import SkipList
@@ -26,4 +27,5 @@ class Start:
     skips: SkipList
     stop: StopRequest
     monitor: RankMonitor
+    lease: RunLease | None  # on rank 0: the right to write into the run folder
     patience: Patience  # with storage that is full or away

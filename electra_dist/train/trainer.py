@@ -268,7 +268,7 @@ class Trainer:
                     raise
                 flags = result.flags
                 if flags.stop:
-                    from_rank_0(self.monitor.check_folder)  # raises LeaseLost on all ranks if that is why
+                    from_rank_0(self._check_lease)  # raises LeaseLost on all ranks if that is why
                 if result.fault and state.skips.reaches(guard.max_in_a_row):
                     self.monitor.beat("checkpoint", step)
                     self.checkpointer.writer.close()
@@ -348,9 +348,15 @@ class Trainer:
                 f"earlier checkpoint"
             )
 
+    def _check_lease(self) -> None:
+        """Raise LeaseLost if another start of the run has taken the run folder, or the folder is gone. Rank 0 only."""
+        assert self.start.lease is not None
+        self.start.lease.check()
+
     def _flags(self, loader: RowLoader) -> RankFlags:
+        lease = self.start.lease
         return RankFlags(
-            stop=self.stop.wants_stop() or self.monitor.has_lost_folder,
+            stop=self.stop.wants_stop() or (lease is not None and lease.is_lost),
             save=self.stop.wants_save(),
             sick=self.monitor.sick,
             retries=self.patience.retries,
