@@ -45,7 +45,7 @@ from electra_dist.report.pages import write_page
 from electra_dist.run.folder import is_run_folder, open_run, read_identity
 from electra_dist.scoring.trigram_model import TrigramModel
 from electra_dist.store.atomic_files import PRIVATE, SHARED, replacing
-from electra_dist.train.check_inputs import check_inputs, with_facts_of_inputs
+from electra_dist.train.check_inputs import check_inputs
 
 _TRIGRAM_TOKENS = 20_000_000  # of the training rows, the first ones, that the trigram model counts at most
 SCORES_FILE = "scores.jsonl"  # in the output folder: the score of each checkpoint by each measure
@@ -72,7 +72,7 @@ class Comparison:
         # finished run is only read, and for an unfinished run the process that continues it makes this check.
         short_runs = self.search.plan.cells if self.search.plan is not None else ()
         inputs_of_runs = [
-            check_inputs(with_facts_of_inputs(cell.config)[0], compare.ranks, accept_new_numerics=True)
+            check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
             for cell in (*self.plan.cells, *short_runs)
         ]
         inputs = self._inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora

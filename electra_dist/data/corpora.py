@@ -235,17 +235,12 @@ def _check_alike(first: Phase, later: Phase) -> None:
             )
 
 
-def with_corpus_vocabulary(config: Config, patience: Patience | None = None) -> tuple[Config, list[str]]:
+def with_corpus_vocabulary(config: Config, manifest: CorpusManifest) -> tuple[Config, list[str]]:
     """Lower `model.vocab_size` to the size of the corpus's vocabulary; return the config and lines for the log.
 
-    A little text gives fewer entries than a config allows. The tables have a multiple of 128 rows at any size. If the
-    corpus is missing or damaged, the config is returned unchanged: the checks of the inputs then raise the error.
+    A little text gives fewer entries than a config allows. The tables have a multiple of 128 rows at any size.
     """
-    try:
-        store = open_store(config.data.corpus, config.data.endpoint_url, patience)
-        size = read_manifest(store, "data.corpus").tokenizer.vocab_size
-    except (ManifestMismatch, StoreMissing):
-        return config, []
+    size = manifest.tokenizer.vocab_size
     if size >= config.model.vocab_size:
         return config, []
     line = f"vocabulary: {size:,} entries, as in data.corpus, and not {config.model.vocab_size:,} (model.vocab_size)"

@@ -94,8 +94,9 @@ def make_plan(config: Config, cluster: Cluster | None = None) -> Plan:
     If `plan.num_gpus` GPUs cannot share the global batch, the plan is for the largest smaller number that can. Raises
     UserError if the GPU is not known, if the nodes cannot share the global batch, or if a corpus does not fit.
     """
-    if not config.data.corpus.startswith(REMOTE_SCHEMES):
-        config, _ = with_corpus_vocabulary(config)
+    first_manifest = _existing_corpus(config.data.training_corpora()[0])
+    if first_manifest is not None:
+        config, _ = with_corpus_vocabulary(config, first_manifest)
     asked_gpus = config.plan.num_gpus
     num_gpus = max(ranks for ranks in config.train.possible_ranks() if ranks <= asked_gpus)
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"num_gpus": num_gpus})})
@@ -119,7 +120,9 @@ def _phases(config: Config) -> tuple[PlannedPhase, ...]:
     all_steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     phases = []
     for named, steps in zip(corpora, all_steps, strict=True):
-        manifest = _existing_corpus(config, named)
+        manifest = _existing_corpus(named)
+        if manifest is not None:
+            check_corpus_fits(named.key, named.url, manifest, config.data, config.model.vocab_size)
         rows = steps * config.train.global_batch
         phases.append(
             PlannedPhase(
@@ -135,14 +138,10 @@ def _phases(config: Config) -> tuple[PlannedPhase, ...]:
     return tuple(phases)
 
 
-def _existing_corpus(config: Config, named: NamedCorpus) -> CorpusManifest | None:
-    """Return corpus.json of a corpus that is a folder and exists, after a check that it fits the config; else None."""
+def _existing_corpus(named: NamedCorpus) -> CorpusManifest | None:
+    """Return corpus.json of a corpus that is a folder and exists; else None."""
     if named.url.startswith(REMOTE_SCHEMES):
         return None
     store = open_store(named.url)
     path = store.local_path(MANIFEST_KEY)
-    if path is None or not path.exists():
-        return None
-    manifest = read_manifest(store, named.key)
-    check_corpus_fits(named.key, named.url, manifest, config.data, config.model.vocab_size)
-    return manifest
+    return read_manifest(store, named.key) if path is not None and path.exists() else None

@@ -45,6 +45,8 @@ from electra_dist.tokenizer import Vocabulary
 class RunInputs:
     """Checked inputs of a run: the corpora to train and evaluate on, the vocabulary, and what the user accepts."""
 
+    config: Config  # with what the inputs decide: the size of the vocabulary, the digest of a frozen generator
+    notes: list[str]  # log lines about what the inputs have decided
     corpora: Corpora  # the training corpora: data.corpus, and the corpora of data.phases
     heldout: Corpora | None  # corpus for evaluations; None without data.heldout
     vocabulary: Vocabulary  # of the training corpus, verified against its manifest
@@ -80,7 +82,9 @@ def check_inputs(
     check_world_size(config.train, world_size)
     check_targets_are_separate(config)
     _check_machine(config)
-    corpora = open_training_corpora(config, patience)
+    config, corpora, notes = open_training_corpora(config, patience)
+    if config.objective.generator == "frozen":
+        config = with_generator_digest(config, patience=patience)
     identity = run_identity(config, corpora.fingerprint, corpora.phase_fingerprints)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
     vocabulary = read_corpus_vocabulary(corpora.phases[0].store, corpora.tokenizer)
@@ -92,6 +96,8 @@ def check_inputs(
         check_generator_vocabulary(config, vocabulary)
     heldout = _open_heldout(config, corpora, patience) if config.data.heldout else None
     inputs = RunInputs(
+        config=config,
+        notes=notes,
         corpora=corpora,
         heldout=heldout,
         vocabulary=vocabulary,
@@ -105,27 +111,18 @@ def check_inputs(
     return inputs
 
 
-def with_facts_of_inputs(config: Config, patience: Patience | None = None) -> tuple[Config, list[str]]:
-    """Return the config with what its inputs decide, and log lines about it; `check_inputs` takes such a config.
-
-    The corpus decides the size of the vocabulary, and a frozen generator's weights the digest of the generator.
-    """
-    config, notes = with_corpus_vocabulary(config, patience)
-    if config.objective.generator == "frozen":
-        config = with_generator_digest(config, patience=patience)
-    return config, notes
-
-
-def open_training_corpora(config: Config, patience: Patience | None = None) -> Corpora:
+def open_training_corpora(config: Config, patience: Patience | None = None) -> tuple[Config, Corpora, list[str]]:
     """Open `data.corpus` and the corpora of `data.phases`, and check that they fit the config and one another.
 
-    All shards of the later corpora must exist, because the run would notice a missing shard only when it reads it.
+    The config is returned with the size of their vocabulary, and log lines about it. All shards of the later corpora
+    must exist, because the run would notice a missing shard only when it reads it.
     """
     corpora = open_corpora(config.data, patience)
+    config, notes = with_corpus_vocabulary(config, corpora.phases[0].manifest)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
         check_corpus_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
     corpora.check_shards_of_later_phases()
-    return corpora
+    return config, corpora, notes
 
 
 def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[str]:

@@ -57,7 +57,7 @@ from electra_dist.run.process_table import seconds_since_process_start
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.patience import Patience, patient, print_line
 from electra_dist.store.user_cache import keep_compiled_code
-from electra_dist.train.check_inputs import RunInputs, check_inputs, remarks_on_corpora, with_facts_of_inputs
+from electra_dist.train.check_inputs import RunInputs, check_inputs, remarks_on_corpora
 from electra_dist.train.guard import SkipList
 from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
@@ -93,13 +93,13 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
     patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
     config, notes = config.for_ranks(place.world_size)
     try:
-        config, notes_on_inputs = with_facts_of_inputs(config, patience)
-        notes += notes_on_inputs
         inputs = check_inputs(config, place.world_size, accept_new_numerics, from_scratch, patience=patience)
     except StorageLost as error:
         if place.rank == 0:
             record_lost_storage(run_dir, str(error))
         raise
+    config = inputs.config
+    notes += inputs.notes
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     try:

@@ -25,7 +25,6 @@ from electra_kernels.operation_types import SpecialIds
 from torch.profiler import ProfilerActivity, profile
 
 from electra_dist.config import Config
-from electra_dist.data.corpora import with_corpus_vocabulary
 from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import open_cache
@@ -59,6 +58,7 @@ class BatchSource(Protocol):
 class StepRows:
     """Rows with which training steps are measured: those of the run's corpus or, without one, made-up rows."""
 
+    config: Config  # with the size of the corpus's vocabulary
     name: str  # "corpus" or "made up"
     special: SpecialIds
     batches: BatchSource
@@ -93,16 +93,16 @@ def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
     `stack` closes what is opened. Raises UserError if the corpus exists and cannot be used.
     """
     try:
-        corpora = open_training_corpora(config)
+        config, corpora, _ = open_training_corpora(config)
     except StoreMissing:
-        return StepRows("made up", _MADE_UP_IDS, MadeUpBatches(config))
+        return StepRows(config, "made up", _MADE_UP_IDS, MadeUpBatches(config))
     cache = stack.enter_context(contextlib.closing(open_cache(corpora, config.data, config.cache_folder)))
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch)
     loader = RowLoader(
         cache=cache, order=order, global_batch=config.train.global_batch, rank=0, world_size=1, start_step=0
     )
     stack.enter_context(contextlib.closing(loader))
-    return StepRows("corpus", SpecialIds.from_tokens(corpora.tokenizer.special), loader)
+    return StepRows(config, "corpus", SpecialIds.from_tokens(corpora.tokenizer.special), loader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +175,9 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     device = local_device()
-    config, _ = with_corpus_vocabulary(_shortened(config))
     with contextlib.ExitStack() as stack:
-        rows = open_rows(config, stack)
+        rows = open_rows(_shortened(config), stack)
+        config = rows.config
         even_counts = np.ones(config.model.vocab_size, np.int64)  # the frequencies do not change the time
         module, attention = build_module(config, rows.special, even_counts)
         engine = Engine(module, config.train, config.engine, config.optimizer)

@@ -21,7 +21,7 @@ from electra_dist.config.load import load_config, load_section
 from electra_dist.pretrained.export import export_tower
 from electra_dist.run.folder import begin_run_folder
 from electra_dist.tokenizer import Vocabulary
-from electra_dist.train.check_inputs import check_inputs, with_facts_of_inputs
+from electra_dist.train.check_inputs import check_inputs
 
 
 @pytest.fixture
@@ -132,9 +132,8 @@ def test_a_comparison_whose_generator_is_frozen_recognises_its_runs(
     vocabulary = Vocabulary.read(tiny_corpus / "vocab.txt")
     export_tower(frozen_weights(config.model), config.model, "generator", vocabulary, True, tmp_path / "generator")
     cell = make_plan(load_section(file, CompareConfig), file).cells[0]
-    config, _ = with_facts_of_inputs(cell.config)
-    inputs = check_inputs(config, 1)
+    inputs = check_inputs(cell.config, 1)
     tokenizer = inputs.corpora.tokenizer.model_dump_json()
-    begin_run_folder(config, inputs.identity, tokenizer, vocabulary.text.encode(), {})
+    begin_run_folder(inputs.config, inputs.identity, tokenizer, vocabulary.text.encode(), {})
 
     Comparison(load_section(file, CompareConfig), file, None)

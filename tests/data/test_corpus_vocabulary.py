@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import electra_dist as ed
 from electra_dist.api import Corpus
 from electra_dist.config.load import load_config
-from electra_dist.data.corpora import Corpora, with_corpus_vocabulary
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import ManifestMismatch, UserError
@@ -258,13 +258,12 @@ def test_a_run_takes_the_size_of_its_corpus_vocabulary_if_the_config_has_more(co
     plain = load_config(config)
     larger = load_config(config, ["model.vocab_size=500"])
 
-    fitted, [line] = with_corpus_vocabulary(larger)
+    inputs = check_inputs(larger, world_size=1)
 
-    assert fitted == plain
+    assert inputs.config == plain
+    [line] = inputs.notes
     assert "300 entries, as in data.corpus, and not 500 (model.vocab_size)" in line
-    assert check_inputs(fitted, world_size=1).corpora.fingerprint
-    assert with_corpus_vocabulary(plain) == (plain, [])
+    assert check_inputs(plain, world_size=1).notes == []
     smaller = load_config(config, ["model.vocab_size=299"])
-    assert with_corpus_vocabulary(smaller) == (smaller, [])
     with pytest.raises(ManifestMismatch, match=r"the model has 299; set model\.vocab_size: 300 or more"):
         check_inputs(smaller, world_size=1)
