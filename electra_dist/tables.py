@@ -44,7 +44,7 @@ _MAX_SHOWN_CHARS = 40  # of a value in an error message
 
 
 class NotText(ValueError):
-    """Error: a JSON value is not text; the message describes the value."""
+    """Error for a JSON value that is not text; its message shows the value or tells its fault."""
 
 
 class JsonLine(NamedTuple):
@@ -128,7 +128,7 @@ def as_name(value: object) -> str:
 
 
 class Table(NamedTuple):
-    """Table that has been read: the names of its columns and its lines, which are split when they are asked for."""
+    """Table in memory: the names of its columns, and a function that yields its lines, parsed one by one."""
 
     file: Path
     columns: list[str]
@@ -141,7 +141,7 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
     """Read a table; the ending of its name decides the format.
 
     If `delimiter` is given, the file is read as .csv, except if it is .jsonl or in Arrow's format. Without a header, a
-    file of any name is read as .tsv. Raises UserError if the content does not have the format.
+    file of any name is read as .tsv. Raises UserError if the file is missing or does not have the format.
     """
     suffix = file.suffix.lower()
     if delimiter == "\\t":
@@ -158,30 +158,26 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
             raw = read_regular(file, MOST_DATA_BYTES)
     except StoreMissing:
         raise UserError(f"{file}: no such file; name a {', '.join(TABLE_SUFFIXES)} file") from None
-    digest = hashlib.sha256(raw).hexdigest()
     if suffix == ".parquet":
-        return _arrow_table(file, [raw], digest)
-    lines = split_lines(raw, file)
-    is_tsv = has_header and suffix == ".tsv"
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip() or (is_tsv and line.strip(" "))]
+        return _arrow_table(file, [raw], hashlib.sha256(raw).hexdigest())
     if suffix == ".jsonl":
-        first_lines = itertools.islice(_json_lines(file, numbered), 1)
-        columns = [str(key) for _, line in first_lines for key in line.record]
-        return Table(file, columns, lambda: _json_lines(file, numbered), digest)
+        return _json_table(file, raw)
     if suffix == ".csv" or delimiter is not None:
-        text = _decode(raw, file)
-        delimiter = delimiter or delimiter_of(numbered[0][1] if numbered else "")
-        _, header_cells = next(_csv_cells(file, text, delimiter), (0, []))
-        header = [name.strip() for name in header_cells]
-        return Table(file, header, lambda: _csv_lines(file, text, delimiter, header), digest)
-    header = [name.strip() for name in numbered[0][1].split("\t")] if has_header and numbered else []
-    return Table(file, header, lambda: _tsv_lines(file, numbered, header), digest, may_be_short=True)
+        return _csv_table(file, raw, delimiter)
+    return _tsv_table(file, raw, has_header)
 
 
 def check_name_once(file: Path, column: Column, columns: Sequence[str]) -> None:
-    """Raise UserError if several columns have this name."""
+    """Raise UserError, which names `file`, if the name `column` occurs more than once in `columns`."""
     if columns.count(str(column)) > 1:
         raise UserError(f"{file}: two columns have the name `{column}`; rename or remove one of them")
+
+
+def _json_table(file: Path, raw: bytes) -> Table:
+    lines = [(number, line) for number, line in enumerate(split_lines(raw, file), 1) if line.strip()]
+    first_lines = itertools.islice(_json_lines(file, lines), 1)
+    columns = [str(key) for _, line in first_lines for key in line.record]
+    return Table(file, columns, lambda: _json_lines(file, lines), hashlib.sha256(raw).hexdigest())
 
 
 def _json_lines(file: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, JsonLine]]:
@@ -189,8 +185,17 @@ def _json_lines(file: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int,
         yield number, parse_json_line(file, number, line)
 
 
+def _tsv_table(file: Path, raw: bytes, has_header: bool) -> Table:
+    # A line of tabs is a row of empty cells in a file that is known to be a table.
+    white_space = " " if has_header and file.suffix.lower() == ".tsv" else None
+    lines = [(number, line) for number, line in enumerate(split_lines(raw, file), 1) if line.strip(white_space)]
+    header = [name.strip() for name in lines[0][1].split("\t")] if has_header and lines else []
+    digest = hashlib.sha256(raw).hexdigest()
+    return Table(file, header, lambda: _tsv_lines(file, lines, header), digest, may_be_short=True)
+
+
 def _tsv_lines(file: Path, lines: list[tuple[int, str]], header: list[str]) -> Iterator[tuple[int, JsonLine]]:
-    """Split lines at tabs; refuse one with text beyond the header's columns: a tab within a text shifted its cells."""
+    """Yield the lines after the header, split at tabs; refuse text beyond its columns: a tab has shifted the cells."""
     for number, line in lines[1:] if header else lines:
         cells = line.split("\t")
         if header and any(cell.strip() for cell in cells[len(header) :]):
@@ -203,9 +208,9 @@ def _tsv_lines(file: Path, lines: list[tuple[int, str]], header: list[str]) -> I
 
 
 def delimiter_of(header_line: str, column: str | None = None) -> str:
-    """Return the character between the cells of a CSV file: the first with which the header names `column`.
+    """Return the delimiter of a CSV file: the first of , ; tab and | with which its header names `column`.
 
-    If there is none, or `column` is None, it is the one that gives most cells.
+    If there is none, or `column` is None, it is the one that gives the header most columns.
     """
 
     def cells(delimiter: str) -> list[str]:
@@ -215,10 +220,19 @@ def delimiter_of(header_line: str, column: str | None = None) -> str:
     return with_column[0] if with_column else max(_DELIMITERS, key=lambda delimiter: len(cells(delimiter)))
 
 
-def _csv_cells(file: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the cells of each record from the header on, with the number of its first line.
+def _csv_table(file: Path, raw: bytes, delimiter: str | None) -> Table:
+    text = _decode(raw, file)
+    first_line = next((line for line in _LINE_END.split(text) if line.strip()), "")
+    chosen = delimiter or delimiter_of(first_line)
+    _, header_cells = next(_csv_cells(file, text, chosen), (0, []))
+    header = [name.strip() for name in header_cells]
+    return Table(file, header, lambda: _csv_lines(file, text, chosen, header), hashlib.sha256(raw).hexdigest())
 
-    Blank lines are left out, but not a record of empty cells, so that a row keeps its place.
+
+def _csv_cells(file: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the cells of each record from the header on, with the number of the record's first line.
+
+    Blank lines are left out. A record of empty cells is kept, so that the rows after it keep their places.
     """
     csv.field_size_limit(sys.maxsize)
     try:
@@ -252,7 +266,7 @@ def _csv_lines(file: Path, text: str, delimiter: str, header: list[str]) -> Iter
 
 
 def _read_saved_dataset(folder: Path) -> Table:
-    """Read the Arrow files of a dataset in the order in which its state.json lists them."""
+    """Read a folder of `datasets.save_to_disk`: its Arrow files, in the order in which its state.json lists them."""
     try:
         state = parse_json_object(read_regular(folder / SAVED_STATE))
         names = [entry["filename"] for entry in state["_data_files"]]
@@ -274,7 +288,7 @@ def _read_saved_dataset(folder: Path) -> Table:
 
 
 def _arrow_table(file: Path, parts: list[bytes], digest: str) -> Table:
-    """Return the table in a .parquet file, or in the streams of Arrow that a saved dataset consists of."""
+    """Return the table in `parts`: the content of one .parquet file, or the Arrow streams of a saved dataset."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -293,7 +307,7 @@ def _arrow_table(file: Path, parts: list[bytes], digest: str) -> Table:
 
 
 def _arrow_lines(file: Path, table: pa.Table) -> Iterator[tuple[int, JsonLine]]:
-    """Yield each row's number, from 1, and content; numbers of class labels are replaced by the labels' names."""
+    """Yield each row with its number, from 1; the number of a class label is replaced by the label's name."""
     names_of = _class_names(table.schema)
     number = 0
     for batch in table.to_batches(max_chunksize=1024):
@@ -307,7 +321,7 @@ def _arrow_lines(file: Path, table: pa.Table) -> Iterator[tuple[int, JsonLine]]:
 
 
 def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
-    """Return the names of the classes of each column for which the library datasets has written them."""
+    """Return column -> names of its class labels, as far as the library datasets has written them into the file."""
     try:
         features = parse_json_object((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class NamedDigest(NamedTuple):
 
 
 def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
-    """Raise ManifestMismatch if `data`, the content of file `name`, does not have the digest `expected`."""
+    """Raise ManifestMismatch, which names the file, if its content `data` does not have the digest `expected`."""
     found = hashlib.sha256(data).hexdigest()
     if found != expected.sha256:
         raise ManifestMismatch(
@@ -61,23 +61,18 @@ class Vocabulary:
 
     def __init__(self, text: str, name: str) -> None:
         """Index the content of a vocab.txt or a tokenizer.json; raise UserError if a special token is missing."""
-        self.tokenizer_json: TokenizerJson | None = None  # None for WordPiece
         # The content of the vocabulary's file: one token per line, or the JSON of a tokenizer.json.
         self.text = text.removesuffix("\n") + "\n"
         text = text.removeprefix(BYTE_ORDER_MARK)
+        self.tokenizer_json: TokenizerJson | None = None  # None for WordPiece
         if _is_tokenizer_json(text):
-            self.tokenizer_json = TokenizerJson(text, name)
+            self.tokenizer_json = TokenizerJson(text, name)  # checks its special tokens itself
             self.tokens = self.tokenizer_json.tokens
             self._ids = self.tokenizer_json.ids
-            return
-        self.tokens = [line.rstrip() for line in text.removesuffix("\n").split("\n")]
-        self._ids = {token: token_id for token_id, token in enumerate(self.tokens)}
-        missing = [token for token in SPECIAL_TOKENS if token not in self._ids]
-        if missing:
-            raise UserError(
-                f"{name}: not a WordPiece vocabulary: it has no line {' '.join(missing)}; give the vocab.txt of a "
-                f"BERT or ELECTRA model or a tokenizer.json, or train one with `electra-dist corpus vocab`"
-            )
+        else:
+            self.tokens = [line.rstrip() for line in text.removesuffix("\n").split("\n")]
+            self._ids = {token: token_id for token_id, token in enumerate(self.tokens)}
+            _check_special_tokens(self._ids, name)
 
     @classmethod
     def read(cls, path: str | Path) -> Vocabulary:
@@ -109,12 +104,11 @@ class Vocabulary:
                 f"{name}: cannot be read as a vocabulary ({error}); give a readable vocab.txt in UTF-8"
             ) from None
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-        has_lines_of_digest = expected is not None and _lines_sha256(text) == expected.sha256
-        if expected is not None and not has_lines_of_digest:
-            check_digest(data, name, expected)
         if expected is None:
-            text = text.removeprefix(BYTE_ORDER_MARK)  # where a digest is known, the text must keep it
-        return cls(text, name)
+            return cls(text.removeprefix(BYTE_ORDER_MARK), name)
+        if _lines_sha256(text) != expected.sha256:
+            check_digest(data, name, expected)
+        return cls(text, name)  # with its byte order mark, if any, which is part of the digest
 
     def __reduce__(self) -> tuple[type[Vocabulary], tuple[str, str]]:
         """Pickle the text alone: a pickled tokenizer of the library would forget how it encodes special tokens."""
@@ -122,7 +116,7 @@ class Vocabulary:
 
     @property
     def kind(self) -> str:
-        """Return the value of `corpus.tokenizer` for this vocabulary: "wordpiece", or "bpe" for a tokenizer.json."""
+        """Return the value of the key `corpus.tokenizer`: "wordpiece" for a vocab.txt, "bpe" for a tokenizer.json."""
         return "wordpiece" if self.tokenizer_json is None else "bpe"
 
     @cached_property
@@ -149,12 +143,21 @@ class Vocabulary:
 
     @property
     def ids(self) -> dict[str, int]:
-        """Return a new dictionary from every token to its id."""
+        """Return a dictionary from every token to its id, which the caller may change."""
         return dict(self._ids)
 
 
+def _check_special_tokens(tokens: Container[str], name: str) -> None:
+    missing = [token for token in SPECIAL_TOKENS if token not in tokens]
+    if missing:
+        raise UserError(
+            f"{name}: not a WordPiece vocabulary: it has no line {' '.join(missing)}; give the vocab.txt of a "
+            f"BERT or ELECTRA model or a tokenizer.json, or train one with `electra-dist corpus vocab`"
+        )
+
+
 def _is_tokenizer_json(text: str) -> bool:
-    """Return whether the content of a vocabulary file is a tokenizer.json: a JSON object with the key "model"."""
+    """Tell a tokenizer.json (a JSON object with the key "model") from a vocab.txt by the content of the file."""
     if not text.lstrip().startswith("{"):
         return False
     try:
@@ -214,7 +217,7 @@ class WordPieceTokenizer:
         return encoding.ids, encoding.offsets
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each word of one text, whose words are separated by spaces."""
+        """Return the token ids of each word of one text; WordPiece encodes a word without regard to its neighbours."""
         return self.encode(words)
 
     def split_lines(self, text: str) -> list[str]:
@@ -234,7 +237,7 @@ TextTokenizer = WordPieceTokenizer | TokenizerJson
 
 
 def new_tokenizer(vocabulary: Vocabulary, lowercase: bool) -> TextTokenizer:
-    """Return a tokenizer for a vocabulary; only WordPiece uses `lowercase`, a tokenizer.json has its own rules."""
+    """Return the tokenizer for a vocabulary. A tokenizer.json has its own rules for case and ignores `lowercase`."""
     if vocabulary.tokenizer_json is not None:
         return vocabulary.tokenizer_json
     return WordPieceTokenizer(vocabulary, lowercase)

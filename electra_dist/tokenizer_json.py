@@ -37,7 +37,7 @@ _CONTINUATION = "##"  # prefix of a token that continues a word in WordPiece
 
 
 def one_text_error(text: str) -> UserError:
-    """Return the error for one text in place of a list of texts."""
+    """Return, not raise, the error for a caller who passes `encode` one text in place of a list of texts."""
     return UserError(f"encode: the argument lines is {text[:60]!r}, one text; pass a list of texts")
 
 
@@ -54,23 +54,14 @@ class TokenizerJson:
     lowercase = False  # any lower-casing is part of the file
 
     def __init__(self, text: str, name: str) -> None:
-        """Load the file; raise UserError if a special token is missing, or if its name in a text is encoded as it."""
+        """Parse a file; raise UserError if it is damaged, lacks a special token, or encodes the name of one as it."""
         content = json.loads(text)
         tokenizer = _load(text, name)
         self._text = text
         self.ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.tokens = _tokens_by_id(self.ids)
         self.special = _special_ids(self.ids, content, name)
-        model = content["model"]
-        unknown = model.get("unk_token")
-        if model.get("type") in ("WordPiece", "WordLevel") and unknown not in model["vocab"]:
-            raise UserError(
-                f"{name}: its model has no token {unknown} (unk_token) for unknown words; copy the file again"
-            )
-        if model.get("dropout"):
-            raise UserError(
-                f"{name}: model.dropout draws the tokens of a text at random; set it to null, as for a trained model"
-            )
+        _check_model(content["model"], name)
         self._encoder = _encoder_of_text(tokenizer, content, self.special, name)
         self._check_specials_are_out_of_reach(name)
         first, second, both = self.encode(["a", "b", "a b"])
@@ -155,7 +146,7 @@ class TokenizerJson:
         return tokenizer.to_str(pretty=False)
 
     def _check_specials_are_out_of_reach(self, name: str) -> None:
-        """Raise UserError if a special token's name in a text is encoded as a special token other than [UNK]."""
+        """Raise UserError if a text can contain [PAD], [CLS], [SEP] or [MASK]: if their names are encoded as them."""
         reserved = {token_id: token for token, token_id in self.special.items() if token != "[UNK]"}
         for token_id, role in reserved.items():
             text = self.tokens[token_id]
@@ -168,8 +159,8 @@ class TokenizerJson:
 
 
 def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:
-    """Return the tokens (X, Y) that a post-processor puts around texts A and B, as `X A Y` and `X A Y B Y`, or None.
-    None means that it forms other rows. With `with_types`, B and the Y after it must have token type 1, and everything
+    """Return the tokens (X, Y) with which a post-processor makes `X A Y` of a text A and `X A Y B Y` of texts A and B.
+    Returns None if it forms other rows. With `with_types`, B and the Y after it must have token type 1, and everything
     before them type 0.
     """
     if post_processor is None:
@@ -202,6 +193,16 @@ def _load(text: str, name: str) -> tokenizers.Tokenizer:
         raise UserError(f"{name}: cannot be loaded as a tokenizer.json ({error}); copy the file again") from None
 
 
+def _check_model(model: dict[str, Any], name: str) -> None:
+    unknown = model.get("unk_token")
+    if model.get("type") in ("WordPiece", "WordLevel") and unknown not in model["vocab"]:
+        raise UserError(f"{name}: its model has no token {unknown} (unk_token) for unknown words; copy the file again")
+    if model.get("dropout"):
+        raise UserError(
+            f"{name}: model.dropout draws the tokens of a text at random; set it to null, as for a trained model"
+        )
+
+
 def _encoder_of_text(
     tokenizer: tokenizers.Tokenizer, content: dict[str, Any], special: dict[str, int], name: str
 ) -> tokenizers.Tokenizer:
@@ -230,7 +231,7 @@ def _tokens_by_id(ids: dict[str, int]) -> list[str]:
 
 
 def _special_ids(ids: dict[str, int], content: dict[str, Any], name: str) -> dict[str, int]:
-    """Return the id of each special token by its role, such as "[CLS]".
+    """Return the id of each special token by its role, such as "[CLS]"; raise UserError if a role has no token.
 
     The file `name`, with the JSON `content`, may declare the token; otherwise a common name of it is looked for.
     """

@@ -55,7 +55,7 @@ class BuildConsole:
         self._console.print(text, soft_wrap=True)
 
     def read(self, num_bytes: int, num_documents: int) -> None:
-        """Count one group of input files, of `num_bytes` on disk, as read, and show the new counts."""
+        """Count a group of input files as read, with its bytes on disk and its documents, and show the sums."""
         self._documents += num_documents
         self._advance(num_bytes, f"{self._documents:,} documents")
 
@@ -69,9 +69,10 @@ class BuildConsole:
         self._advance(num_bytes, counts)
 
     def begin(self, stage: str, total_bytes: int, done_bytes: int) -> None:
-        """Begin a stage, "reading" (of bytes on disk) or "rows" (of bytes of documents): reset counts and clock.
+        """Begin the stage "reading" or "rows": set the counts and the clock to zero.
 
-        Earlier calls of the build have finished `done_bytes` of it.
+        `total_bytes` is the size of all input files on disk for "reading", and of all documents for "rows"; earlier
+        calls of the build have done `done_bytes` of it.
         """
         self._stage = stage
         self._total_bytes = max(total_bytes, 1)
@@ -85,7 +86,6 @@ class BuildConsole:
             self._task = self._bar.add_task(stage, total=self._total_bytes, completed=done_bytes, counts="")
 
     def _advance(self, num_bytes: int, counts: str) -> None:
-        """Add the bytes that were finished since the last call, and show them with the text `counts`."""
         self._done_bytes += num_bytes
         now = time.monotonic()
         if self._bar is not None:
@@ -122,7 +122,10 @@ def summary(totals: Mapping[str, Any], heldout: Mapping[str, Any] | None, seq_le
 
 
 def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len: int) -> None:
-    """Add lines with a corpus's text, tokens, rows and padding to a table; each label begins with `prefix`."""
+    """Add six lines about a corpus to a table: MB of text, tokens, examples and rows, and the share of padding.
+
+    `totals` is the field `totals` of its corpus.json. Each label begins with `prefix`, such as "held-out ".
+    """
     num_places = max(totals["rows"] * seq_len, 1)  # tokens that the rows have room for
     padding = 1 - totals["tokens"] / num_places
     table.add_row(f"{prefix}text, MB", f"{totals['text_bytes'] / 1e6:,.1f}")
@@ -134,7 +137,7 @@ def _add_text_rows(table: Table, prefix: str, totals: Mapping[str, Any], seq_len
 
 
 def input_table(report: BuildReport) -> Table:
-    """Return a table of the input files that were read and of all that was left out, by the ending of the names."""
+    """Return a table of the input files that were read, and of those left out with the reason, by file name ending."""
     table = Table(title="Inputs", title_justify="left", show_header=False)
     table.add_column(overflow="fold")
     table.add_column(justify="right")
@@ -151,7 +154,7 @@ def input_table(report: BuildReport) -> Table:
 
 
 def source_table(report: BuildReport) -> Table:
-    """Return a table of the documents and tokens of each source, and of all sources together."""
+    """Return a table of a corpus's sources, with a line for all: documents, tokens, share of [UNK] and licence."""
     table = Table(title="Sources", title_justify="left")
     table.add_column("source", overflow="fold")
     for heading in ("documents", "left out", "tokens", "share", "tokens a document", "[UNK]"):
@@ -202,20 +205,12 @@ def length_line(report: BuildReport) -> str:
 
 
 def remarks(report: BuildReport) -> list[str]:
-    """Return one line for each finding that a user may want to correct; [] if there is none.
+    """Return a line for each finding of a build that a user may want to correct; [] if there is none.
 
-    Findings are broken links, empty files and tables without the text column, each with the first ten names, and
-    documents that are left out, with the files that have most of them, sources that look like no text, and that no
-    document is held out.
+    Findings are inputs and documents that were left out, bytes that are not UTF-8, sources that look like no text, and
+    a corpus of which no document is held out.
     """
-    lines = []
-    for reason in _NAMED_REASONS:
-        names = report.skipped_names.get(reason, [])
-        if names:
-            number = sum(report.inputs_skipped[reason].values())
-            shown = ", ".join(names[:_NAMES_SHOWN])
-            more = f" and {number - _NAMES_SHOWN:,} more" if number > _NAMES_SHOWN else ""
-            lines.append(f"left out, {SKIP_REASONS[reason]}: {shown}{more}")
+    lines = [_line_on_inputs(report, reason) for reason in _NAMED_REASONS if report.skipped_names.get(reason)]
     lines += [
         f"left out {plural(skipped.documents, 'document')}, {SKIPPED_KINDS[kind]}: {_worst_files(skipped)}"
         for kind, skipped in report.documents_skipped.items()
@@ -223,19 +218,8 @@ def remarks(report: BuildReport) -> list[str]:
     ]
     if report.other_fields:
         lines.append(f"fields with text in records without the text's field: {', '.join(report.other_fields)}")
-    undecodable = report.undecodable
-    if undecodable.documents and undecodable.policy == "skip":
-        lost_bytes = report.documents_skipped["undecodable"].bytes
-        lines.append(
-            f"left out {plural(undecodable.documents, 'document')} of {lost_bytes:,} bytes for "
-            f"{plural(undecodable.bytes, 'byte')} that are not UTF-8; set corpus.undecodable: replace to keep them; "
-            f"in {_worst_files(report.documents_skipped['undecodable'])}"
-        )
-    elif undecodable.documents:
-        lines.append(
-            f"replaced {plural(undecodable.bytes, 'byte')} that are not UTF-8 in "
-            f"{plural(undecodable.documents, 'document')}; set corpus.undecodable: skip to leave such documents out"
-        )
+    if report.undecodable.documents:
+        lines.append(_line_on_undecodable(report))
     lines += remarks_on_shape(report)
     if not report.documents_heldout:
         lines.append(
@@ -246,13 +230,34 @@ def remarks(report: BuildReport) -> list[str]:
     return lines
 
 
+def _line_on_inputs(report: BuildReport, reason: str) -> str:
+    """Name the first ten inputs that were left out for a reason, and say how many more there are."""
+    number = sum(report.inputs_skipped[reason].values())
+    shown = ", ".join(report.skipped_names[reason][:_NAMES_SHOWN])
+    more = f" and {number - _NAMES_SHOWN:,} more" if number > _NAMES_SHOWN else ""
+    return f"left out, {SKIP_REASONS[reason]}: {shown}{more}"
+
+
+def _line_on_undecodable(report: BuildReport) -> str:
+    undecodable = report.undecodable
+    documents = plural(undecodable.documents, "document")
+    invalid = f"{plural(undecodable.bytes, 'byte')} that are not UTF-8"
+    if undecodable.policy == "replace":
+        return f"replaced {invalid} in {documents}; set corpus.undecodable: skip to leave such documents out"
+    skipped = report.documents_skipped["undecodable"]
+    return (
+        f"left out {documents} of {skipped.bytes:,} bytes for {invalid}; set corpus.undecodable: replace to keep "
+        f"them; in {_worst_files(skipped)}"
+    )
+
+
 def _worst_files(skipped: SkippedDocuments) -> str:
-    """Return the files with most skipped documents: "in/a.jsonl 1,024, in/b.jsonl 1 and 3 files more"."""
+    """Name the files with most skipped documents: "in/a.jsonl 1,024, in/b.jsonl 1 and 3 files more"."""
     shown = ", ".join(f"{file} {number:,}" for file, number in skipped.worst_files.items())
     more = skipped.files - len(skipped.worst_files)
     return f"{shown} and {plural(more, 'file')} more" if more else shown
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 file", "1,024 files"."""
+    """Return a number with its noun, in the plural unless the number is 1: "1 file", "1,024 files"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -174,7 +174,7 @@ def _token_counts(counts: Counter[str]) -> dict[str, Any]:
 
 
 def _lengths(counts: Counter[str]) -> dict[str, int]:
-    """Return a histogram of document lengths: power of two N -> number of documents of N to 2N - 1 tokens."""
+    """Return, for each power of two N, ascending, how many documents have N to 2N - 1 tokens, unless none has."""
     powers = sorted(int(key.removeprefix(LENGTH)) for key in counts if key.startswith(LENGTH))
     return {str(power): counts[f"{LENGTH}{power}"] for power in powers}
 
@@ -248,7 +248,7 @@ class SourceNotes(Section):
     prepared: dict[str, PreparedText] = Field(default={}, description="source -> counts of its preparation")
 
     def licence(self, source: str) -> str | None:
-        """Return a source's licence from corpus.licences, or all licences in its prepare.json, or None."""
+        """Return a source's licence from corpus.licences, otherwise from its prepare.json; None if unknown."""
         if source in self.licences:
             return self.licences[source]
         if source in self.prepared:
@@ -283,7 +283,7 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
 
 
 def _read_preparation(folder: str, endpoint_url: str | None) -> PreparedText | None:
-    """Return the counts in the prepare.json of a folder; None if the folder has no prepare.json."""
+    """Return the counts that `corpus prepare` left in a folder's prepare.json; None if the folder has no such file."""
     place = (open_store(folder, endpoint_url), _PREPARE_KEY)
     return find_document(place, PreparedText, "run `electra-dist corpus prepare` again, or delete the file")
 
@@ -308,12 +308,12 @@ def unknown_tokens_of_rows(ids: NDArray[np.integer], special: Mapping[str, int])
 
 
 def unknown_tokens_of_report(report: BuildReport) -> dict[str, UnknownTokens]:
-    """Return how many tokens and [UNK] each source has, from the report of a build: source -> counts."""
+    """Return the number of tokens, and of [UNK] among them, for each source in the report of a build."""
     return {name: UnknownTokens(source.tokens, source.unk_tokens) for name, source in report.sources.items()}
 
 
 def remarks_on_shape(report: BuildReport) -> list[str]:
-    """Return a line for each source that looks like no text."""
+    """Return a line for each source whose documents look like something else than text, such as base64."""
     lines = [remark_on_shape(name, source.shape) for name, source in report.sources.items()]
     return [line for line in lines if line]
 

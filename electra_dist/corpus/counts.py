@@ -65,7 +65,10 @@ class Counts(Section):
 
     @classmethod
     def total(cls, parts: Iterable[Counts]) -> Counts:
-        """Return the sum of several counts; of the names of skipped inputs, the first `MAX_NAMES` for each reason."""
+        """Add up the counts of several parts of a build.
+
+        Of the names of skipped inputs, the first `MAX_NAMES` for each reason are kept.
+        """
         total = cls()
         for part in parts:
             for name in ("files", "skipped", "sources", "losses", "rows"):
@@ -80,9 +83,10 @@ class Counts(Section):
         return total
 
     def skip_input(self, reason: str, name: str) -> None:
-        """Count an input that is left out; a folder counts as one, whatever it contains.
+        """Count an input file, link or folder that is left out; a folder counts as one, whatever it contains.
 
-        `name` is the path below the input folder; in an archive, "wiki/a.tar: 1.jpg".
+        `reason` is a key of `SKIP_REASONS`; `name` is the path below the input folder, or "wiki/a.tar: 1.jpg" in an
+        archive.
         """
         assert reason in SKIP_REASONS
         self.skipped.setdefault(reason, Counter())[ending_of(name)] += 1
@@ -100,20 +104,20 @@ class Counts(Section):
         of_source["file_bytes"] += num_bytes
 
     def of_source(self, source: str) -> Counter[str]:
-        """Return the counts of a source, to be changed in place."""
+        """Return the counts of a source, which the caller changes in place; they are empty for a new source."""
         return self.sources.setdefault(source, Counter())
 
     def skip_document(self, source: str, file: str, kind: str, num_bytes: int) -> None:
-        """Count a document that is left out, under its kind (a key of `SKIPPED_KINDS`)."""
+        """Count a document of `num_bytes` that is left out; `kind` says why and is a key of `SKIPPED_KINDS`."""
         self.losses.setdefault(kind, Counter())[file] += 1
         numbers = self.of_source(source)
         numbers[SKIPPED + kind] += 1
         numbers[SKIPPED_BYTES + kind] += num_bytes
 
     def forget_small_losses(self) -> None:
-        """Keep only the files with most skipped documents, `MAX_NAMES` for each kind of skip: a record stays small.
+        """Bound the size of the counts: keep only the largest entries of `losses` and of `other_fields`.
 
-        Of the other fields with text, the most frequent `MAX_FIELDS` are kept.
+        For each kind of skipped document, the `MAX_NAMES` files with most of them stay; of the fields, `MAX_FIELDS`.
         """
         limits = [(files, MAX_NAMES) for files in self.losses.values()]
         for counts, limit in [*limits, (self.other_fields, MAX_FIELDS)]:
@@ -122,7 +126,7 @@ class Counts(Section):
             counts.update(kept)
 
     def add_shape(self, source: str, text: str) -> None:
-        """Count, at the beginning of a document, that by which input that is no text is recognised."""
+        """Count the lines, words and characters at a document's beginning, by which input that is no text is found."""
         self.of_source(source).update({SHAPE + name: number for name, number in measure(text).items()})
 
     def add_undecodable(self, source: str, num_bytes: int) -> None:
@@ -133,7 +137,10 @@ class Counts(Section):
             numbers["undecodable_bytes"] += num_bytes
 
     def keep_document(self, source: str, outcome: str, sentences: Iterable[list[int]], unk_id: int) -> None:
-        """Count a document whose `outcome` is "used" or "heldout", with the numbers of its tokens and of its [UNK]."""
+        """Count a document whose `outcome` is "used" or "heldout", with the numbers of its tokens and of its [UNK].
+
+        `sentences` are the token ids of its lines, `unk_id` is the id of [UNK].
+        """
         numbers = self.of_source(source)
         num_tokens = 0
         for ids in sentences:
@@ -145,14 +152,14 @@ class Counts(Section):
         numbers[f"{LENGTH}{length_bin}"] += 1
 
     def all_sources(self) -> Counter[str]:
-        """Return the sum of the counts of all sources."""
+        """Add up the counts of all sources: name of a count, such as "documents" -> number."""
         total: Counter[str] = Counter()
         for numbers in self.sources.values():
             total.update(numbers)
         return total
 
     def skipped_by_reason(self) -> dict[str, dict[str, int]]:
-        """Return reason -> ending -> number of inputs left out, sorted, without reasons that did not occur."""
+        """Return reason -> ending of the name -> number of inputs left out, without reasons that did not occur."""
         found = [reason for reason in SKIP_REASONS if reason in self.skipped]
         return {reason: dict(sorted(self.skipped[reason].items())) for reason in found}
 

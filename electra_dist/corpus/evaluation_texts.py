@@ -24,7 +24,7 @@ _QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell of a .tsv file, as programs wr
 
 
 class EvaluationText(NamedTuple):
-    """Text of an evaluation file."""
+    """One text of an evaluation file, such as a sentence of BLiMP, and where it stands."""
 
     file: Path
     place: str  # FILE:LINE, or the file of a .json file
@@ -32,16 +32,17 @@ class EvaluationText(NamedTuple):
 
 
 class EvaluationTexts(NamedTuple):
-    """Different texts of evaluation files."""
+    """All different texts of some evaluation files that have enough words, and the number of those that have not."""
 
     texts: list[EvaluationText]
     num_short: int  # different texts that are left out, because they have too few words
 
 
 def read_evaluation_texts(paths: Sequence[Path], least_words: int, key: str) -> EvaluationTexts:
-    """Return the texts of files, and of the files in folders, with at least `least_words` words between white space.
+    """Return the different texts with at least `least_words` words in files, and in the files of folders.
 
-    Raises UserError, which names the option or key `key`, if a file is missing, cannot be read or has no such text.
+    Words are what white space separates. Raises UserError, which names the option or config key `key`, if a file is
+    missing, cannot be read or has no such text.
     """
     seen: set[str] = set()
     texts = []
@@ -78,20 +79,9 @@ def _files(paths: Sequence[Path], key: str) -> Iterator[Path]:
 
 
 def _texts_of_file(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (text, its place in the file), without white space around the text; empty texts are left out."""
-    if file.suffix.lower() == ".json":
-        with readable(file):
-            data = read_regular(file, MOST_DATA_BYTES)
-        try:
-            values = [(str(file), json.loads(data))]
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}: not JSON ({error}); copy it again, or call JSON lines .jsonl") from None
-    else:
-        table = read_table(file, has_header=False)
-        header = table.columns if file.suffix.lower() == ".csv" else []  # its first line, which may be no header
-        values = [(f"{file}:1", header), *((line.place, line.record) for _, line in table.lines())]
+    """Yield (place, text) for each text of a file; the texts are stripped of white space, and empty ones left out."""
     is_tsv = file.suffix.lower() == ".tsv"
-    for place, value in values:
+    for place, value in _values_of_file(file):
         for text in _texts_in(value):
             if is_tsv and _QUOTED.fullmatch(text):
                 text = text[1:-1].replace('""', '"')
@@ -103,6 +93,21 @@ def _texts_of_file(file: Path) -> Iterator[tuple[str, str]]:
                 ) from None
             if stripped:
                 yield place, stripped
+
+
+def _values_of_file(file: Path) -> list[tuple[str, object]]:
+    """Return (place, value) for the whole of a JSON file, or for each line of a table."""
+    suffix = file.suffix.lower()
+    if suffix != ".json":
+        table = read_table(file, has_header=False)
+        header = table.columns if suffix == ".csv" else []  # its first line, which may be no header
+        return [(f"{file}:1", header), *((line.place, line.record) for _, line in table.lines())]
+    with readable(file):
+        data = read_regular(file, MOST_DATA_BYTES)
+    try:
+        return [(str(file), json.loads(data))]
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not JSON ({error}); copy it again, or call JSON lines .jsonl") from None
 
 
 def _texts_in(value: object) -> Iterator[str]:

@@ -72,7 +72,7 @@ def _is_shard_of_top_folder(key: str) -> bool:
 
 
 def _local_shard(store: Store, name: str, folder: Path) -> Path:
-    """Return the local path of a shard. A shard on S3 is downloaded to `folder`, in place of the previous download."""
+    """Return a local path of a shard. One on S3 is downloaded to `folder`, where it replaces the previous download."""
     path = store.local_path(name)
     if path is None:
         path = folder / "shard.tar"
@@ -81,7 +81,11 @@ def _local_shard(store: Store, name: str, folder: Path) -> Path:
 
 
 def _row_shape(path: Path, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the length of a shard's rows and the type of their ids, uint16 or uint32, from its first block."""
+    """Return the length of a shard's rows in tokens and the type of their ids, uint16 or uint32.
+
+    Both come from the first .npy member. Raises ManifestMismatch if the file `path`, the shard `name`, has no such
+    rows.
+    """
     try:
         first_block = _first_block(path)
     except (tarfile.TarError, ValueError) as error:
@@ -135,7 +139,10 @@ def _index_shard(path: Path, name: str, seq_len: int, dtype: np.dtype[Any], voca
 
 
 def _fault_of_rows(rows: np.ndarray, is_pad: np.ndarray, vocabulary: Vocabulary) -> str | None:
-    """Return why a shard's rows cannot be trained on, such as "has no rows"; None if they can."""
+    """Return why a run could not train on a shard's rows, such as "has no rows"; None if it could.
+
+    `is_pad`, [rows, seq_len], marks where `rows` has [PAD].
+    """
     if len(rows) == 0:
         return "has no rows"
     largest_id = rows.max()

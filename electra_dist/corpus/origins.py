@@ -68,7 +68,7 @@ Mask = NDArray[np.bool_]  # [lines of an origin file]: whether the line belongs 
 
 
 class Origin(NamedTuple):
-    """Where a document comes from: input file, number in this file, source, and the names in its own record."""
+    """Where a document of a corpus comes from: its input file, its number there, its source, and its own names."""
 
     file: str  # name of the document's input file
     number: int  # number of the document in the file, from 0
@@ -77,7 +77,7 @@ class Origin(NamedTuple):
 
 
 def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.Table:
-    """Return a table with one line for each example: where the example begins, and from which document it was made.
+    """Make a shard's table of origins: one line for each training example, with the document that it was made from.
 
     `places` is int64 [examples, 3], sorted by row: the row, the position of the example's first token in the row, and
     the index of its document in `origins`.
@@ -97,7 +97,11 @@ def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.
 
 
 def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
-    """Join the tables of consecutive blocks of rows, given as (table, number of rows), and renumber all rows."""
+    """Concatenate the tables of origins of consecutive blocks of rows, and renumber the rows from 0.
+
+    `parts` has (table, number of rows) for each block; a table names the document of each training example of its
+    rows.
+    """
     tables = [SCHEMA.empty_table()]
     first_row = 0
     for table, num_rows in parts:
@@ -107,12 +111,16 @@ def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
 
 
 def rows_of_table(table: pyarrow.Table, first_row: int, num_rows: int) -> pyarrow.Table:
-    """Return the lines of `num_rows` rows from `first_row` on, renumbered from 0; `table` must be sorted by row."""
+    """Return the lines of a table of origins for `num_rows` rows from `first_row` on; these rows become 0, 1, ...
+
+    `table` has a line for each training example and is sorted by row.
+    """
     start, end = np.searchsorted(table.column("row").to_numpy(), [first_row, first_row + num_rows])
     return _shifted(table.slice(int(start), int(end - start)), -first_row)
 
 
 def _shifted(table: pyarrow.Table, offset: int) -> pyarrow.Table:
+    """Add `offset` to all row numbers of a table."""
     rows = pyarrow.array(table.column("row").to_numpy() + offset, pyarrow.int32())
     return table.set_column(0, SCHEMA.field("row"), rows)
 
@@ -164,7 +172,10 @@ class OriginsManifest(Section):
 
 
 def put_origins(store: Store, shard: str, table: pyarrow.Table) -> OriginFile:
-    """Write the origin file of a shard, such as shard-000007.tar, whose rows count from 0; return its entry."""
+    """Write the origin file of a shard, which names the documents of its rows; return its entry for origins.json.
+
+    `shard` is the name of the shard, such as shard-000007.tar; the rows in `table` are numbered from 0.
+    """
     name = f"{ORIGINS_FOLDER}{shard.removesuffix('.tar')}.parquet"
     data = table_to_bytes(table)
     store.write(name, data)
@@ -180,7 +191,7 @@ def write_origins(store: Store, manifest: CorpusManifest, files: list[OriginFile
 
 
 class Origins:
-    """Reader of a corpus's origin files (the documents of each row), which verifies them; `open_origins` makes one."""
+    """Reader of a corpus's origin files, which name the documents of each row; `open_origins` makes one."""
 
     def __init__(self, store: Store, entries: dict[str, OriginFile]) -> None:
         self._store = store
@@ -192,14 +203,13 @@ class Origins:
         return list(self._entries.values())
 
     def table(self, shard: str) -> pyarrow.Table:
-        """Return from which input each text of a shard came (`SCHEMA`).
+        """Return the documents from which the rows of a shard were made, as a table with the columns of `SCHEMA`.
         Raises ManifestMismatch if the file is damaged.
         """
         entry = self._entries[shard]
         return self._store.verified(entry.name, lambda: self._read(entry))
 
     def _read(self, entry: OriginFile) -> pyarrow.Table:
-        """Return the table in an origin file; raise ManifestMismatch if its digest is not that of its entry."""
         data = self._store.read(entry.name)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise ManifestMismatch(
@@ -214,7 +224,7 @@ class Origins:
 
 
 def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
-    """Return the reader of a corpus's origin files; None if the corpus has no origins.json.
+    """Return the reader of a corpus's origin files (the documents of each row); None if it has no origins.json.
 
     Raises ManifestMismatch if origins.json is damaged or belongs to another corpus.
     """
@@ -238,9 +248,10 @@ class RowDocument(NamedTuple):
 
 
 def lines_of_source(table: pyarrow.Table, source: str) -> Mask:
-    """Return for each line of an origin file whether its document is from a source, such as "wiki" or "texts/wiki".
+    """Mark the training examples whose document is from a source, such as "wiki" or "texts/wiki".
 
-    `source` is a name in build.json or in the documents' `metadata.source`; the last folders of a name are enough.
+    `table` has a line for each example. `source` is a name in build.json or in the documents' `metadata.source`; the
+    last folders of a name are enough.
     """
     name = encodable(source)  # as a build writes the name of a folder that is not UTF-8
     return _is_source(table.column("source"), name) | _is_source(table.column("record_source"), name)
@@ -254,7 +265,10 @@ def _is_source(names: pyarrow.ChunkedArray, source: str) -> Mask:
 
 
 def lines_of_document(table: pyarrow.Table, document: str) -> Mask:
-    """Return for each line of an origin file whether it is of `document`, an id or FILE#NUMBER (number from 0)."""
+    """Mark the training examples, the lines of `table`, that were made from a document.
+
+    `document` is the id in its record, or FILE#NUMBER with its number in the input file, from 0.
+    """
     name = encodable(document)  # as a build writes the name of a file that is not UTF-8
     is_document = _without_nulls(pyarrow.compute.equal(table.column("id"), name))
     file, _, number = name.rpartition("#")
@@ -269,7 +283,7 @@ def _without_nulls(values: pyarrow.ChunkedArray) -> Mask:
 
 
 def rows_of_lines(table: pyarrow.Table, lines: Mask) -> NDArray[np.int64]:
-    """Return the numbers of the rows to which the marked lines of an origin file belong, ascending, each once."""
+    """Return the rows that hold a marked training example: their numbers in the shard, ascending, each once."""
     return np.unique(table.column("row").to_numpy()[lines]).astype(np.int64)
 
 
@@ -278,8 +292,8 @@ def documents_of_rows(
 ) -> dict[int, list[RowDocument]]:
     """Return the documents of the given rows of a shard: row -> its documents from left to right.
 
-    A document with several examples in a row occurs several times. `lines` marks the lines of the origin file that
-    count (None: all); a row without a marked line has no entry.
+    `table` has a line for each training example, so a document with several examples in a row occurs several times.
+    `lines` marks the examples that count (None: all); a row without a marked one has no entry.
     """
     wanted = np.isin(table.column("row").to_numpy(), rows)
     if lines is not None:
@@ -294,7 +308,7 @@ def documents_of_rows(
 
 
 def sources_of_table(table: pyarrow.Table) -> set[str]:
-    """Return the names of all sources in an origin file, both of input files and from the documents' own records."""
+    """Return the names of all sources in `table`: those of input files, and those that documents' own records name."""
     names: set[str] = set()
     for column in ("source", "record_source"):
         names.update(table.column(column).unique().to_pylist())

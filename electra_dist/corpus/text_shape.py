@@ -40,7 +40,7 @@ class TextShape(Section):
 
     @property
     def oddity(self) -> str:
-        """Return why this is no text, in one clause with its figure; "" for text, or if there is too little of it."""
+        """Return why this is no text, in one clause with a figure; "" for text, or for fewer than 200 characters."""
         if self.characters < _LEAST:
             return ""
         if self.controls >= _MANY_CONTROLS * self.characters:
@@ -60,7 +60,7 @@ class TextShape(Section):
 
 
 def measure(text: str) -> Counter[str]:
-    """Return the counts of `TextShape`, by the names of its fields, of the beginning of one document."""
+    """Count lines, words and characters in the first 500 characters of a document: field of `TextShape` -> number."""
     counts: Counter[str] = Counter()
     beginning = text[:_MEASURED]
     for line in beginning.split("\n"):
@@ -78,13 +78,13 @@ def measure(text: str) -> Counter[str]:
 
 
 def remark_on_shape(source: str, shape: TextShape) -> str:
-    """Return a line on a source that looks like no text, or ""."""
+    """Return a line for the user if a source looks like base64, a program or other data that is no text, else ""."""
     oddity = shape.oddity
     return oddity and f"{source} looks like no text: {oddity}; check it, and leave it out or decode it first"
 
 
 def remarks_on_texts(source: str, texts: Iterable[str]) -> list[str]:
-    """Return the line on the texts of a source, such as a file, if they look like no text."""
+    """Return one line for the user if the texts of a source, such as a file, look like no text; otherwise []."""
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(measure(text))

@@ -104,9 +104,10 @@ def _continuations(
 
 
 def _alphabet(texts: Iterable[str], normalizer: tokenizers.normalizers.Normalizer, vocab_size: int) -> list[str]:
-    """Return the most frequent characters except white space, sorted; a tie goes to the lower code point.
+    """Return the most frequent characters of the texts except white space, sorted by code point.
 
-    They are 1,000 or, if these cover less than 99.95 % of the text, as many as do, up to a quarter of `vocab_size`.
+    They are 1,000 or, if these cover less than 99.95 % of the text, as many as do, up to a quarter of `vocab_size`. Of
+    equally frequent characters, those of lower code point are taken.
     """
     counts = np.zeros(_NUM_CODE_POINTS, np.int64)  # occurrences of each code point
     for text in texts:
@@ -147,7 +148,7 @@ def train_kind(
 
 
 class TextFit(NamedTuple):
-    """How a vocabulary divides a text."""
+    """Counts of the words, tokens and characters of a text that a vocabulary has divided into tokens."""
 
     words: int  # separated by white space
     tokens: int
@@ -157,19 +158,19 @@ class TextFit(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """Return the pieces per word and the share of [UNK], as text."""
+        """Return the mean number of tokens per word and the share of [UNK] as a phrase for the user."""
         return (
             f"{self.tokens / max(1, self.words):.2f} pieces per word, {self.unknown / max(1, self.tokens):.2%} [UNK]"
         )
 
     @property
     def lost_by_lowercase(self) -> float:
-        """Return the share of the letters that BERT's lower-casing removes and that change the word."""
+        """Return the share of letters that are vowel signs or the like; BERT's lower-casing strips them from words."""
         return self.marks / max(1, self.letters)
 
 
 def measure_fit(vocabulary: Vocabulary, lowercase: bool, texts: Iterable[str]) -> TextFit:
-    """Measure how a vocabulary divides the first of the texts, up to some 200,000 characters."""
+    """Count into how many tokens a vocabulary divides the beginning of some texts, about 200,000 characters."""
     tokenizer = new_tokenizer(vocabulary, lowercase)
     unknown_id = vocabulary.special["[UNK]"]
     words = tokens = unknown = letters = marks = 0
@@ -243,7 +244,7 @@ class VocabularySample:
         self._levels: dict[int, _LevelFile] = {}
 
     def take(self, texts: Iterable[tuple[int, int, str]], progress: Callable[[int], None]) -> None:
-        """Read all documents, and write a sample of them to the folder.
+        """Read all documents, and write a random sample of them to the folder.
 
         `texts` gives (position of the file among the inputs, position of the document in the file, text). `progress`
         is called for each document with the position of its file.
@@ -277,7 +278,7 @@ class VocabularySample:
 
 
 class _LevelFile:
-    """Writer of one compressed file of sampled texts; each is the length (4 bytes) and the bytes of its UTF-8."""
+    """Compressed file of sampled texts, in which each text is its length in bytes (4 bytes) and its UTF-8."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

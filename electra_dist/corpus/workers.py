@@ -109,7 +109,7 @@ class WorkerPool(Generic[Task, Result]):
             ) from None
 
     def _wait(self, pending: set[Future[Result]]) -> tuple[set[Future[Result]], set[Future[Result]]]:
-        """Wait for at least one task; return those that have ended and those that have not.
+        """Wait for at least one task; return the tasks that have ended, and those that have not.
 
         If a worker process ends, raise BrokenProcessPool, as the pool would. The pool itself misses the end of a
         worker that starts while the pool's thread makes its list of workers.

@@ -52,7 +52,7 @@ _LARGEST_BUCKET = 256_000_000  # bytes of documents, which a worker holds in mem
 
 @dataclass(frozen=True)
 class Part:
-    """Part `number` of `count` of a build: the share of the input and of the shards that one machine does."""
+    """Part of a corpus build that one machine does: its share of the input files and of the shards."""
 
     number: int  # from 1
     count: int
@@ -63,7 +63,7 @@ class Part:
         return f"{self.number}/{self.count}"
 
     def owns(self, number: int) -> bool:
-        """Return whether this part processes the input group, or the bucket of documents, with a number from 0."""
+        """Return whether a task is this part's: to read input group `number`, or to make shards of bucket `number`."""
         return number % self.count == self.number - 1
 
 
@@ -107,7 +107,7 @@ def build_part(request: BuildRequest, part: Part, console: BuildConsole | None =
 
 
 class _PartOfBuild:
-    """State of one call of `build_part`; the methods read the inputs and write the shards."""
+    """State of one call of `build_part`, which reads input files and writes the shards of one part of a corpus."""
 
     def __init__(self, request: BuildRequest, part: Part, console: BuildConsole) -> None:
         self._request = request
@@ -150,7 +150,7 @@ class _PartOfBuild:
         refuse_unknown_sources("corpus.licences", corpus.licences, sources)
 
     def _read_and_make_rows(self) -> int:
-        """Do the unfinished steps of the part; return the number of its shards that earlier calls had finished."""
+        """Do what is not finished of this part; return the number of its shards that earlier calls had finished."""
         self._keep_origins(self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes()))
         with self._console:
             order = self._records.order()
@@ -169,7 +169,7 @@ class _PartOfBuild:
         return resumed_shards
 
     def _keep_origins(self, with_origins: bool) -> None:
-        """Use the `corpus.origins` with which this build was begun; print a line if the request has another."""
+        """Keep to the `corpus.origins` with which this build was begun; say so if the request has another value."""
         if self._request.corpus.origins == with_origins:
             return
         self._console.say(
@@ -232,7 +232,7 @@ class _PartOfBuild:
                 yield record
 
     def _groups_to_read(self, missing: Sequence[InputGroup], changed: set[int]) -> Iterator[ReadTask]:
-        """Yield tasks for the `missing` groups, this part's first; skip a group that another part has read by then."""
+        """Yield tasks for the `missing` input groups, this part's first, as long as no other part has read them."""
         num_parts = self._part.count
         for distance in range(num_parts):
             # The groups of this part, then those of the next one, and so on; part 1 follows the last part.
@@ -247,9 +247,10 @@ class _PartOfBuild:
                 yield ReadTask(group, is_check=False)
 
     def _find_order(self) -> BuildOrder:
-        """Decide how many buckets (ranges of the shuffled documents) the corpus has and how often each source is used.
+        """Decide into how many buckets the shuffled documents are divided, and how often each source is used.
 
-        Every part makes the same decision, because it follows from the records of all input groups.
+        Every part makes the same decision, because it follows from the records of all input groups. Raises UserError
+        if too many tokens of a sample are [UNK].
         """
         request = self._request
         records = self._group_records()
@@ -311,14 +312,12 @@ class _PartOfBuild:
 
 
 def divide_into_buckets(total_bytes: float, num_shards: float) -> tuple[int, int]:
-    """Return the number of buckets (ranges of the shuffled documents) of a corpus, and the number of shards in each.
+    """Return into how many buckets (ranges) the shuffled documents are divided, and the number of shards of each.
 
-    A corpus of up to 1,024 shards has one shard in each bucket. A larger corpus has several shards in each, because
-    every bucket reads a piece of every intermediate file, and more buckets would make these pieces smaller. A worker
-    holds the documents of a bucket in memory: if they would exceed 256 MB, there are more buckets, up to 4,096, with
-    fewer shards in each.
-
-    `total_bytes` is the size of all documents; a document that the corpus uses twice counts twice.
+    `total_bytes` is the size of all documents; a document that the corpus uses twice counts twice. A corpus of up to
+    1,024 shards has one shard in each bucket. A larger corpus has several shards in each, because every bucket reads a
+    piece of every intermediate file, and more buckets would make these pieces smaller. A worker holds the documents of
+    a bucket in memory: if they would exceed 256 MB, there are more buckets, up to 4,096, with fewer shards in each.
     """
     most_shards = math.ceil(num_shards / _MANY_BUCKETS) or 1
     for_memory = math.ceil(total_bytes / _LARGEST_BUCKET)

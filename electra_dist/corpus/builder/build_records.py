@@ -81,7 +81,7 @@ _Content = TypeVar("_Content")
 
 
 class ReadGroup(Section):
-    """Record of a group of input files that was read, and whose documents are in intermediate (spill) files."""
+    """Record that a worker has read some consecutive input files and written their documents to spill files."""
 
     number: int = Field(description="position of the group, from 0")
     files_digest: str = Field(description="SHA-256 of the names and sizes of its files, in hexadecimal")
@@ -92,7 +92,7 @@ class ReadGroup(Section):
 
 
 class BuildOrder(Section):
-    """Content of order.json: the number of buckets (ranges of shuffled documents), and how often sources are used."""
+    """Content of order.json: the number of ranges of the shuffled documents, and how often each source is used."""
 
     num_inputs: int = Field(description="number of input files")
     inputs_sha256: str = Field(description="SHA-256 of their names and sizes, in hexadecimal")
@@ -119,7 +119,7 @@ class BuildNotes(Section):
 
 
 class FinishedBucket(Section):
-    """Record of a bucket (a range of the shuffled documents) whose shards are written."""
+    """Record that the shards of a bucket, a range of the shuffled documents, are written."""
 
     number: int = Field(description="position of the bucket in the corpus, from 0")
     entries: list[ShardEntry] = Field(description="entries of its shards for corpus.json, in order")
@@ -143,7 +143,7 @@ class FinishedBucket(Section):
 
 
 class BuildRecords:
-    """Reader and writer of a build's records, in the folder progress/ of its output."""
+    """Reader and writer of the records of a build's finished steps, in the folder progress/ of its output."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -220,7 +220,7 @@ class BuildRecords:
         return parameters
 
     def notes(self) -> BuildNotes:
-        """Return the content of notes.json."""
+        """Return the notes of the build: the settings that affect neither the shards nor corpus.json."""
         return self._read(_NOTES_KEY, BuildNotes)
 
     def damaged_parameters(self, error: DamagedJson) -> UserError:
@@ -230,21 +230,21 @@ class BuildRecords:
         )
 
     def record_group(self, group: ReadGroup) -> None:
-        """Record that an input group was read; its spill files must be written before."""
+        """Record that a group of input files was read. The caller has written its documents to spill files before."""
         self._write(_group_key(group.number), group)
 
     def groups(self, known: Collection[int] = ()) -> dict[int, ReadGroup]:
-        """Return number -> record of the groups that were read, except those in `known`."""
+        """Return the records of the groups of input files that were read, by number, without those in `known`."""
         keys = [_group_key(number) for number in self.group_numbers() if number not in known]
         groups = in_parallel(lambda key: self._read(key, ReadGroup), keys)
         return {group.number: group for group in groups}
 
     def group_numbers(self) -> list[int]:
-        """Return the numbers of the groups that were read, ascending, from a listing."""
+        """Return the numbers of the groups of input files that any part has read, ascending, from one listing."""
         return [int(key.removeprefix(_GROUPS).removesuffix(".json")) for key in self._record_keys(_GROUPS)]
 
     def has_group(self, number: int) -> bool:
-        """Return whether an input group was read, by this process or by another part of the build."""
+        """Return whether this process or another part of the build has read a group of input files."""
         return self._store.exists(_group_key(number))
 
     def record_order(self, order: BuildOrder) -> None:
@@ -252,16 +252,16 @@ class BuildRecords:
         self._write(_ORDER_KEY, order)
 
     def order(self) -> BuildOrder | None:
-        """Return the content of order.json, written when all input groups were read; None if it does not exist yet."""
+        """Return the number of buckets and the use of each source; None as long as not all input files are read."""
         return self._read(_ORDER_KEY, BuildOrder) if self._store.exists(_ORDER_KEY) else None
 
     def record_bucket(
         self, bucket: FinishedBucket, heldout_rows: np.ndarray, heldout_origins: pyarrow.Table | None = None
     ) -> None:
-        """Record a bucket (range of documents) and its held-out rows, [rows, seq_len], after its shards are written.
+        """Record that the shards of a bucket (a range of the documents) are written, and write its held-out rows.
 
-        `bucket.counts` must count `heldout_rows`, of which there may be none. `heldout_origins` names the documents of
-        these rows; None if the build writes no origin files.
+        `bucket.counts` must count `heldout_rows`, [rows, seq_len], of which there may be none. `heldout_origins` names
+        the documents of these rows; None if the build writes no origin files.
         """
         if len(heldout_rows) and heldout_origins is not None:
             data = table_to_bytes(heldout_origins)
@@ -277,7 +277,7 @@ class BuildRecords:
         self._write(f"{_BUCKETS}{bucket.number:06d}.json", bucket)
 
     def buckets(self) -> dict[int, FinishedBucket]:
-        """Return number -> record for each bucket (range of documents) whose shards are finished.
+        """Return the records of the buckets (ranges of documents) whose shards are finished: number -> record.
 
         A bucket is left out if a shard or origin file is missing or does not have the recorded size; the bucket must
         then be written again.
@@ -287,10 +287,7 @@ class BuildRecords:
         return {bucket.number: bucket for bucket in buckets if _has_files(bucket, sizes)}
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
-        """Return the held-out rows of a bucket, [rows, seq_len] uint16 or uint32.
-
-        Call it only for a bucket whose record counts held-out rows.
-        """
+        """Return the held-out rows of a bucket, [rows, seq_len] uint16 or uint32; its record must count some."""
         return self._read_named(_heldout_key(bucket.number, "npy"), bucket.heldout_sha256, parse_array)
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
@@ -299,9 +296,9 @@ class BuildRecords:
         return self._read_named(key, bucket.heldout_origins_sha256, table_from_bytes)
 
     def _read_named(self, key: str, sha256: str | None, parse: Callable[[bytes], _Content]) -> _Content:
-        """Return `parse(content)` of a file whose digest a record names; raise ManifestMismatch if it is damaged.
+        """Read a file whose digest a record names, and return what `parse` makes of it.
 
-        `parse` raises ValueError for damage.
+        Raises ManifestMismatch if the digest differs or `parse` raises ValueError.
         """
 
         def parse_verified(data: bytes) -> _Content:

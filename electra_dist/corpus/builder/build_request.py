@@ -1,8 +1,8 @@
 """Describe a corpus to build, and list the parameters that determine its bytes.
 
 Two requests with equal parameters, vocabulary and inputs give the same corpus, byte for byte. Worker processes get the
-whole request. The parameters are
-stored with the corpus, so that a build with other parameters in the same folder is refused.
+whole request. The parameters are stored with the corpus, so that a build with other parameters in the same folder is
+refused.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ class BuildRequest:
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the bytes of a chunk (documents that become rows together): a quarter shard, from 64 KiB to 4 MiB."""
+        """Return the bytes of documents that become rows together: a quarter of a shard, from 64 KiB to 4 MiB."""
         quarter_shard = self.shard_bytes // 4
         return min(max(quarter_shard, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
     @property
     def group_bytes(self) -> int:
-        """Return the least size, in bytes on disk, of a group of input files for one worker; 64 MB by default."""
+        """Return the least bytes on disk of the input files that a worker reads as one task; 64 MB by default."""
         return max(_GROUP_SHARDS * self.shard_bytes, _MIN_CHUNK_BYTES)
 
     @property
     def spill_bytes(self) -> int:
-        """Return how many bytes of documents go into one intermediate (spill) file; 128 MB by default."""
+        """Return the bytes of documents that go into one intermediate (spill) file; 128 MB by default."""
         return 2 * self.group_bytes
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters that, beside text and vocabulary, determine the rows of the corpus, as JSON values.
+        """Return as JSON values the parameters that, beside text and vocabulary, determine the rows of the corpus.
 
-        The parameters are stored in corpus.json and, while the build is not finished, in progress/build.json.
+        They are stored in corpus.json and, while the build is not finished, in progress/build.json.
         """
         corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
         return {
@@ -116,7 +116,7 @@ class BuildRequest:
 
     @property
     def heldout_key(self) -> int:
-        """Return the 64-bit key of the hash that chooses held-out documents."""
+        """Return the 64-bit key of the hash of a document's text that decides whether the document is held out."""
         return derive_seed(self.seed, Purpose.HELDOUT)
 
 

@@ -30,7 +30,7 @@ _LINES_PER_CALL = 2048  # lines in one call of the tokenizer
 
 
 class Rows(NamedTuple):
-    """Rows that one chunk of documents gives to one corpus, the training or the held-out one."""
+    """Rows that one chunk of documents gives to one of two corpora, the training or the held-out one."""
 
     block: np.ndarray  # [rows, seq_len], uint16 or uint32
     places: np.ndarray  # int64 [examples, 3]: row, position of the first token, index of the document in the chunk
@@ -53,7 +53,7 @@ class _Text(NamedTuple):
 
 
 class ChunkProcessor:
-    """Converter of chunks of documents to rows of token ids. A process keeps one, because it caches known words."""
+    """Converter of documents, a chunk of some MB at a time, to rows of token ids. It caches the ids of known words."""
 
     def __init__(self, request: BuildRequest) -> None:
         self._request = request
@@ -166,7 +166,7 @@ class _RowCollector:
         self._counts: Counter[str] = Counter()
 
     def add(self, index: int, text: str, sentences: list[list[int]]) -> None:
-        """Add the examples of the document with this index in the chunk; a sentence is the token ids of one line."""
+        """Make examples of a document. `index` is its place in the chunk; a sentence is the token ids of one line."""
         self._counts["text_bytes"] += len(text.encode())
         self._counts["text_tokens"] += sum(map(len, sentences))
         self._examples.extend(self._builder.document(sentences))

@@ -41,15 +41,16 @@ _NO_LIMIT = 1 << 60  # limit of segment A, in tokens, if it takes all sentences
 
 
 class ExampleBuilder:
-    """Builder of ELECTRA training examples `[CLS] A [SEP] B [SEP]` from consecutive documents (one chunk of a corpus).
+    """Divider of consecutive documents into ELECTRA's training examples, `[CLS] A [SEP] B [SEP]` of token ids.
 
-    All these documents share one random generator, so the examples of a document depend on the documents before it.
+    All documents given to an instance share one random generator, so the examples of a document depend on the
+    documents before it.
     """
 
     def __init__(
         self, seq_len: int, cls_id: int, sep_id: int, single_segment_prob: float, short_target_prob: float, seed: int
     ) -> None:
-        """Begin with a target length of `seq_len`. The two probabilities are 0.1 and 0.05 in the ELECTRA reference."""
+        """Begin with a target length of `seq_len`. In the ELECTRA reference the two probabilities are 0.1 and 0.05."""
         assert seq_len >= MIN_SEQ_LEN
         self._seq_len = seq_len
         self._cls = [cls_id]
@@ -86,7 +87,7 @@ class ExampleBuilder:
             self._length += len(sentence)
 
     def _make_example(self) -> Ids:
-        """Make an example of the accumulated sentences; keep tokens that do not fit, and draw a new target length."""
+        """Make an example of the collected sentences, keep tokens that do not fit, and draw the next target length."""
         first, second = self._divide_into_segments()
 
         # Cut each segment at the room that it has in the example.
@@ -109,7 +110,7 @@ class ExampleBuilder:
         return example
 
     def _divide_into_segments(self) -> tuple[Ids, Ids]:
-        """Divide the accumulated sentences into segments A and B, and return the ids of each segment.
+        """Divide the collected sentences into segments A and B at random, and return the token ids of each segment.
 
         For example, with a target of 13 tokens the limit of A is (13 - 3) // 2 = 5: of sentences of 4, 3 and 6 tokens,
         A takes the first; the second crosses the limit, so a random draw decides; B takes the third.

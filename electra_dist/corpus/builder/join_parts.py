@@ -47,7 +47,7 @@ _MAX_NAMED = 5  # missing buckets that an error names
 
 
 class _UsedParameters(TypedDict):
-    """Those parameters of a build, recorded in progress/build.json, that are needed to join its parts."""
+    """Recorded parameters of a build (progress/build.json), as far as joining its parts needs them."""
 
     seq_len: Annotated[int, Field(strict=True, gt=0)]
     lowercase: StrictBool
@@ -99,7 +99,7 @@ def join_parts(output: str, endpoint_url: str | None, resumed_shards: int = 0) -
 
 
 class _Join:
-    """State of one call of `join_parts`."""
+    """State of one call of `join_parts`, which makes a finished corpus of the shards that all parts have written."""
 
     def __init__(self, output: str, endpoint_url: str | None) -> None:
         """Read all records of the build; raise UserError if a part is missing."""
@@ -149,7 +149,7 @@ class _Join:
         return order
 
     def _find_buckets(self) -> list[FinishedBucket]:
-        """Return the records of all buckets (ranges of the documents) in order; raise UserError if one is missing."""
+        """Return the records of all buckets (ranges of the documents), in order; raise UserError if one is missing."""
         finished = self._records.buckets()
         missing = [number for number in range(self._order.num_buckets) if number not in finished]
         if missing:
@@ -186,10 +186,9 @@ class _Join:
         return manifest
 
     def _heldout_shards(self) -> Iterator[tuple[list[FinishedBucket], np.ndarray]]:
-        """Yield (buckets, rows) for each held-out shard: its rows, [rows, seq_len], and the buckets they come from.
+        """Yield the rows of each held-out shard, [rows, seq_len], after the records of the buckets they come from.
 
-        A bucket (range of documents) has far fewer held-out rows than a shard, so the rows of several buckets are
-        joined.
+        A bucket (a range of the documents) has far fewer held-out rows than a shard, so those of several are joined.
         """
         shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
         buckets: list[FinishedBucket] = []
@@ -211,7 +210,7 @@ class _Join:
             yield buckets, np.concatenate(blocks)
 
     def _make_manifest(self, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
-        """Return the content of corpus.json for the training corpus or the held-out corpus; nothing is written."""
+        """Return the content of corpus.json for the training or the held-out corpus; nothing is written."""
         builder = {key: value for key, value in self._parameters.items() if key != "tokenizer"}
         ids_are_uint16 = row_dtype(self._vocabulary.size) is np.uint16
         return CorpusManifest(

@@ -45,24 +45,31 @@ _LEVEL = 1  # of zstd: the fastest; the files live for minutes to hours
 
 
 def document_key(order_seed: int, file: int, number: int) -> int:
-    """Return the shuffle key, in [0, 2**64), of document `number` in file `file`, from 0; `order_seed` has 63 bits."""
+    """Return a document's shuffle key, a 64-bit hash: the documents of a corpus are in the order of their keys.
+
+    `file` is the position of its file among the inputs, `number` its position in the file, both from 0. `order_seed`
+    has 63 bits.
+    """
     digest = blake2b(_PAIR.pack(file, number), digest_size=8, key=order_seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest, "little")
 
 
 def chunk_seed(seed: int, bucket: int, chunk: int, stream: int) -> int:
-    """Return the seed, in [0, 2**63), of a chunk's random draws; `stream` 0 is for training, 1 for held-out rows."""
+    """Return the seed, of 63 bits, for the random draws in a chunk: some MB of consecutive documents in a bucket.
+
+    A chunk has two streams of draws: `stream` 0 is for training examples, 1 for held-out ones.
+    """
     digest = blake2b(struct.pack("<QQQQ", seed, bucket, chunk, stream), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def cell_of(key: int) -> int:
-    """Return the cell of a shuffle key, in [0, NUM_CELLS): its upper 12 bits, so a cell is a range of keys."""
+    """Return the cell of a 64-bit shuffle key: the number, from 0, of the 1/4096 of all keys in which it lies."""
     return key >> _CELL_SHIFT
 
 
 def copy_key(key: int, copy: int) -> int:
-    """Return the shuffle key of a document's copy number `copy`; copy 0 has the document's own key, `key`."""
+    """Return the shuffle key of one copy of a document that a corpus uses several times; copy 0 keeps `key`."""
     if copy == 0:
         return key
     cell = (cell_of(key) + copy * _CELLS_PER_COPY) % NUM_CELLS
@@ -71,14 +78,14 @@ def copy_key(key: int, copy: int) -> int:
 
 
 def cell_of_original(cell: int, copy: int) -> int:
-    """Return the cell of the documents whose copies with number `copy` lie in `cell`; the inverse of `copy_key`."""
+    """Return the cell (range of shuffle keys) of the documents whose copies number `copy` lie in `cell`."""
     return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS
 
 
 def num_copies(key: int, epochs: float) -> int:
-    """Return how often a document is used: `epochs` rounded up or down at random, with mean `epochs`.
+    """Return how often a corpus uses a document: `epochs` rounded up or down at random, with mean `epochs`.
 
-    A hash of the document's key takes the place of the random draw.
+    A hash of the document's `key` takes the place of the random draw.
     """
     whole = int(epochs)
     threshold = int((epochs - whole) * 2**64)
@@ -87,7 +94,10 @@ def num_copies(key: int, epochs: float) -> int:
 
 
 def cells_of_bucket(bucket: int, num_buckets: int) -> range:
-    """Return the cells (ranges of shuffle keys) of a bucket; all buckets, in order, have nearly equally many cells."""
+    """Return the cells (1/4096 of the shuffled documents each) of a bucket, which becomes shards as one task.
+
+    The buckets, in order, divide all cells among them as evenly as possible.
+    """
     return range(bucket * NUM_CELLS // num_buckets, (bucket + 1) * NUM_CELLS // num_buckets)
 
 
@@ -98,7 +108,8 @@ def source_epochs(
 
     A source that is not in `given_epochs` is used once. `given_shares` is empty, or has for each source a share of the
     corpus's bytes; only the ratios of the shares matter. The source with the largest share for its size in undecoded
-    bytes is then used once and no source more often, so that no document repeats.
+    bytes is then used once and no source more often, so that no document repeats. Raises UserError for an unknown or
+    missing source, or if all shares are 0.
     """
     refuse_unknown_sources("corpus.source_epochs", given_epochs, source_bytes)
     refuse_unknown_sources("corpus.source_shares", given_shares, source_bytes)
@@ -125,7 +136,10 @@ def refuse_unknown_sources(key: str, given: Collection[str], sources: Collection
 
 
 def write_spill(store: Store, name: str, documents: list[RawDocument]) -> int:
-    """Sort documents by key, in place, and write all but their fields to a spill file; return its size in bytes."""
+    """Write documents to an intermediate (spill) file in the order of their shuffle keys; return its size in bytes.
+
+    Sorts `documents` in place. Their `fields` are not written.
+    """
     documents.sort(key=lambda document: document.place)
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
     cells: list[list[bytes]] = [[] for _ in range(NUM_CELLS)]
@@ -141,7 +155,7 @@ def write_spill(store: Store, name: str, documents: list[RawDocument]) -> int:
 
 
 def _pack_document(document: RawDocument) -> list[bytes]:
-    """Return a document without its fields as pieces of bytes, which `_split_documents` reads."""
+    """Return a document without its `fields` as pieces of bytes, which `_split_documents` reads."""
     length = -1 if document.data is None else len(document.data)
     flags = _IS_JSON if document.is_json else 0
     packed_id = b""
@@ -154,7 +168,10 @@ def _pack_document(document: RawDocument) -> list[bytes]:
 
 
 class SpillFile:
-    """Reader of a spill file (documents sorted by key), which keeps the file's table of offsets in memory."""
+    """Reader of a spill file: documents on their way from the inputs to the shuffled corpus, sorted by shuffle key.
+
+    The table of offsets at the beginning of the file is kept in memory.
+    """
 
     def __init__(self, store: Store, name: str, size: int) -> None:
         """Read the table of offsets of a file of `size` bytes; raise ManifestMismatch if the file is cut off."""
@@ -165,7 +182,7 @@ class SpillFile:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether each reading of the file is a request to S3."""
+        """Return whether the file is on S3 or the like, where each reading is a request."""
         return self._store.local_path(self._name) is None
 
     def _read_table(self) -> NDArray[np.int64]:
@@ -179,7 +196,7 @@ class SpillFile:
         return offsets
 
     def documents(self, cells: range) -> Iterator[RawDocument]:
-        """Yield the documents of some cells (ranges of the shuffle's key), sorted by it.
+        """Yield the documents of consecutive cells (1/4096 of all shuffle keys each), in the order of their keys.
         Raises ManifestMismatch for a damaged file.
         """
         if cells and self._offsets[cells.stop] > self._offsets[cells.start]:
@@ -187,7 +204,7 @@ class SpillFile:
                 yield from _split_documents(data)
 
     def _read_cells(self, cells: range) -> list[bytes]:
-        """Return, for each non-empty cell (a 1/4096 of the corpus), the bytes of all its documents, decompressed."""
+        """Return the decompressed documents of each cell that has any, as bytes for `_split_documents`."""
         start = int(self._offsets[cells.start])
         length = int(self._offsets[cells.stop]) - start
         content = self._store.read_range(self._name, start, length)
@@ -217,13 +234,16 @@ class SpillFile:
 
 
 def open_spills(store: Store, names: Sequence[str]) -> list[SpillFile]:
-    """Return readers of spill files. Their sizes come from one listing, and the tables are read in parallel."""
+    """Open spill files (shuffled documents between two stages of a build), whose keys in `store` are `names`.
+
+    Their sizes come from one listing, and their tables of offsets are read in parallel.
+    """
     sizes = store.sizes(SPILLS_FOLDER)
     return in_parallel(lambda name: SpillFile(store, name, sizes.get(name, 0)), names)
 
 
 def documents_of_spills(spills: Sequence[SpillFile], cells: range) -> Iterator[RawDocument]:
-    """Yield the documents of some cells (key ranges) from several spill files, one file after another.
+    """Yield the documents of some cells (ranges of shuffle keys) from several spill files, one file after another.
 
     Files on S3 are read in parallel, and their documents held in memory.
     """

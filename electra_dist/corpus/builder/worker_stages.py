@@ -74,9 +74,9 @@ class ReadTask(NamedTuple):
 
 
 def start_reading(request: BuildRequest) -> Callable[[ReadTask], ReadGroup]:
-    """Return a function that reads a group of input files, writes its documents to spill files and records the group.
+    """Return the function with which a worker reads a group of input files: it writes spill files, then a record.
 
-    That function raises UserError if a file cannot be read to its end, or if a table has no column of text.
+    The function raises UserError if a file cannot be read to its end, or if a table has no column of text.
     """
     store = open_store(request.output, request.endpoint_url)
     records = BuildRecords(store)
@@ -116,7 +116,7 @@ def start_reading(request: BuildRequest) -> Callable[[ReadTask], ReadGroup]:
 
 
 class _SpillWriter:
-    """Writer of an input group's documents to intermediate (spill) files of about `spill_bytes` of documents each."""
+    """Writer of the documents of an input group to intermediate files of about `spill_bytes` of documents each."""
 
     def __init__(self, store: Store, group: int, spill_bytes: int) -> None:
         self.names: list[str] = []  # keys of the files that are written
@@ -143,7 +143,7 @@ class _SpillWriter:
 
 
 def _add_to_digest(digest: blake2b, document: RawDocument) -> None:
-    """Add a document's length and the document to a group's digest, which so depends on where documents end."""
+    """Add a document to the digest of its group of input files, with its length, so that a moved border is noticed."""
     data = document.data or b""
     length = -1 if document.data is None else len(data)
     digest.update(b"%d%d:" % (document.is_json, length))
@@ -153,7 +153,7 @@ def _add_to_digest(digest: blake2b, document: RawDocument) -> None:
 
 
 class InputGroup(NamedTuple):
-    """Consecutive input files, which one worker reads. How files are grouped has no influence on the corpus."""
+    """Consecutive input files that one worker reads. How files are grouped has no influence on the corpus."""
 
     number: int  # position of the group, from 0
     files: range  # positions of its files among the inputs
@@ -186,10 +186,13 @@ def _digest(values: list[Any]) -> str:
 
 
 class RowMaker:
-    """Writer of the shards of buckets; keeps the tokenizer and the offset tables of all spill files in memory."""
+    """Function object with which a worker makes the shards of a bucket, a range of the shuffled documents of a corpus.
+
+    It keeps the tokenizer and the offset tables of all spill files (the documents by shuffle key) in memory.
+    """
 
     def __init__(self, request: BuildRequest, order: BuildOrder, spills: Sequence[str]) -> None:
-        """Open all spill files, whose keys are `spills`."""
+        """Open all spill files, whose keys in the store are `spills`."""
         self._request = request
         self._order = order
         self._store = open_store(request.output, request.endpoint_url)
@@ -198,7 +201,7 @@ class RowMaker:
         self._processor = ChunkProcessor(request)
 
     def __call__(self, bucket: int) -> FinishedBucket:
-        """Write the shards of a bucket (a range of documents) and then its record; return the record.
+        """Write the shards of bucket number `bucket` and then its record; return the record.
 
         The returned record lacks the digests of the held-out rows and of their documents, which only the written one
         has.
@@ -225,7 +228,7 @@ class RowMaker:
     def _write_shards(
         self, bucket: int, chunks: list[Rows], tables: list[pyarrow.Table]
     ) -> tuple[list[ShardEntry], list[OriginFile]]:
-        """Write a bucket's training rows to shards, and each row's documents to origin files; return their entries.
+        """Write a bucket's training rows to shards, and each row's documents to origin files; return the entries.
 
         If there are fewer rows than shards, the empty shards are not written, and their numbers are missing. `tables`
         names the documents of each chunk's rows; it is empty if the build writes no origin files.
@@ -269,7 +272,7 @@ class RowMaker:
             yield documents, self._processor.process(documents, train_seed, heldout_seed)
 
     def _documents(self, bucket: int) -> list[RawDocument]:
-        """Return a bucket's documents, sorted by shuffle key; a document that is used twice occurs with two keys."""
+        """Return the documents of a bucket, sorted by shuffle key; one that the corpus uses twice has two keys."""
         epochs = self._order.epochs
         cells = cells_of_bucket(bucket, self._order.num_buckets)
         most_copies = max(map(math.ceil, epochs.values()), default=1)
@@ -336,18 +339,14 @@ def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> Sha
 
 
 class RowSample(NamedTuple):
-    """Bytes of rows for each byte of documents, and counts of [UNK], in a sample of a corpus's documents."""
+    """Measurements on a sample of a corpus's documents: the size of their rows, and how many tokens are [UNK]."""
 
     row_bytes_per_document_byte: float  # 0.5 if no document of the sample gives a row
     unknown: UnknownTokens  # counts of its tokens and of [UNK]
 
 
 def sample_rows(spills: Sequence[SpillFile], request: BuildRequest) -> RowSample:
-    """Make rows of the first documents of the shuffled corpus, at least 1 MB (`SAMPLE_BYTES`), and measure the rows.
-
-    The documents are read from all spill files, in cells of 1/4096 of the corpus each. Documents of the last cell that
-    are not needed are left out.
-    """
+    """Make rows of the first documents of the shuffled corpus, at least 1 MB if there are, and measure the rows."""
     documents: list[RawDocument] = []
     size = 0
     for document in _first_documents(spills):
