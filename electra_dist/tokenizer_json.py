@@ -170,20 +170,22 @@ def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tup
     if post_processor["type"] == "Sequence":
         parts = [part for part in post_processor["processors"] if part["type"] != "ByteLevel"]
         return ends_of_rows(parts[0], with_types) if len(parts) == 1 else None
-    if post_processor["type"] != "TemplateProcessing":
-        return None
-    pair = [next(iter(piece.items())) for piece in post_processor["pair"]]  # (kind, {"id": ..., "type_id": ...})
-    single = [next(iter(piece.items())) for piece in post_processor["single"]]
-    names = [value["id"] for _, value in pair]
-    if len(names) != 5 or [value["id"] for _, value in single] != names[:3]:
+    return _ends_of_template(post_processor, with_types) if post_processor["type"] == "TemplateProcessing" else None
+
+
+def _ends_of_template(template: dict[str, Any], with_types: bool) -> tuple[str, str] | None:
+    pair = [next(iter(piece.values())) for piece in template["pair"]]  # {"id": ..., "type_id": ...}
+    names = [piece["id"] for piece in pair]
+    names_of_single = [next(iter(piece.values()))["id"] for piece in template["single"]]
+    if len(names) != 5 or names_of_single != names[:3]:
         return None
     cls, first, sep, second, last = names
-    types = [value["type_id"] for _, value in pair]
-    has_types = types == [0, 0, 0, 1, 1] or not with_types
-    ids = post_processor["special_tokens"]
-    has_one_id = all(len(ids[name]["ids"]) == 1 for name in (cls, sep))
-    has_form = (first, second, sep) == ("A", "B", last)
-    return (cls, sep) if has_form and has_types and has_one_id else None
+    if (first, second, sep) != ("A", "B", last):
+        return None
+    if with_types and [piece["type_id"] for piece in pair] != [0, 0, 0, 1, 1]:
+        return None
+    has_one_id = all(len(template["special_tokens"][name]["ids"]) == 1 for name in (cls, sep))
+    return (cls, sep) if has_one_id else None
 
 
 def _load(text: str, name: str) -> tokenizers.Tokenizer:

@@ -49,14 +49,14 @@ _DOCUMENTS_FOLDER = "documents"  # in the output of a preparation
 
 
 class FileCounts(Section):
-    """Number and size of some input files."""
+    """Entry of build.json: the number of input files with one ending, and their size."""
 
     files: int = Field(description="number of files; an archive is one file")
     bytes: int = Field(description="their size on disk")
 
 
 class SkippedDocuments(Section):
-    """Number and size of the documents that were left out for one reason."""
+    """Entry of build.json: the documents that were left out for one reason, and the files with most of them."""
 
     documents: int = Field(description="number of documents")
     bytes: int = Field(description="their size before decoding")
@@ -67,7 +67,7 @@ class SkippedDocuments(Section):
 
 
 class UndecodableText(Section):
-    """Bytes that are not UTF-8, and what was done about them."""
+    """Entry of build.json about bytes that are not UTF-8: how many there were, and what was done about them."""
 
     policy: Undecodable = Field(description="corpus.undecodable of the build")
     documents: int = Field(description="documents with such bytes: left out (skip) or used without them (replace)")
@@ -75,7 +75,7 @@ class UndecodableText(Section):
 
 
 class TokenCounts(Section):
-    """Number of documents in the corpus, held-out ones included, and of their tokens of text."""
+    """Counts of the documents in a corpus, held-out ones included, of their tokens, and of the [UNK] among these."""
 
     documents: int = Field(description="documents that were used or held out")
     tokens: int = Field(description="their tokens, without [CLS], [SEP] and [PAD]")
@@ -242,7 +242,7 @@ class PreparedText(Section):
 
 
 class SourceNotes(Section):
-    """Licences of a corpus's sources, and the counts of the sources that `corpus prepare` made."""
+    """Licences of a corpus's sources, and the counts of those that `corpus prepare` made, for build.json."""
 
     licences: dict[str, str] = Field(default={}, description="source -> its licence, as corpus.licences states it")
     prepared: dict[str, PreparedText] = Field(default={}, description="source -> counts of its preparation")

@@ -96,7 +96,7 @@ def table_of_examples(places: np.ndarray, origins: Sequence[Origin]) -> pyarrow.
     return pyarrow.Table.from_arrays(arrays, schema=SCHEMA)
 
 
-def joined(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
+def join_tables(parts: Iterable[tuple[pyarrow.Table, int]]) -> pyarrow.Table:
     """Concatenate the tables of origins of consecutive blocks of rows, and renumber the rows from 0.
 
     `parts` has (table, number of rows) for each block; a table names the document of each training example of its

@@ -209,23 +209,23 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    num_lines = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal num_lines
-        for text in texts:
-            for number, line in enumerate(text.splitlines()):
-                num_lines += 1
-                yield line if number == 0 else " " + line  # as in a corpus, where a line end is a space
-
-    tokenizer.train_from_iterator(lines(), trainer)
-    if not num_lines:
+    lines = _lines_after_spaces(texts)
+    first_line = next(lines, None)
+    if first_line is None:
         raise UserError("a vocabulary cannot be trained: the input has no text; correct --input or --text-field")
+    tokenizer.train_from_iterator(itertools.chain([first_line], lines), trainer)
     ids_of_template = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ids_of_template
     )
     return Vocabulary(tokenizer.to_str(pretty=False) + "\n", "trained vocabulary")
+
+
+def _lines_after_spaces(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of texts, all but a text's first one with a space before it: its line end, as in a corpus."""
+    for text in texts:
+        for number, line in enumerate(text.splitlines()):
+            yield line if number == 0 else " " + line
 
 
 class VocabularySample:

@@ -146,7 +146,7 @@ def test_the_corpus_is_the_same_without_origin_files(
     assert not list((tmp_path / "without").rglob("*origins*"))
     # A finished corpus is left as it is, also if the setting has changed since.
     again = dataclasses.replace(without, corpus=with_files.corpus)
-    assert build_corpus(again).was_there
+    assert build_corpus(again).was_finished
 
 
 def test_documents_that_repeat_are_in_the_origin_files_as_often(

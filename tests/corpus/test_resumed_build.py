@@ -37,8 +37,8 @@ def test_a_second_build_of_a_finished_corpus_writes_nothing(build_request: Reque
 
     second = build_corpus(request)
 
-    assert not first.was_there
-    assert second.was_there
+    assert not first.was_finished
+    assert second.was_finished
     assert second.manifest == first.manifest
     assert second.heldout == first.heldout
     assert modification_times(list(folder.rglob("*"))) == times_before
@@ -270,7 +270,7 @@ def test_an_interrupted_build_that_has_read_nothing_leaves_its_output(
         with pytest.raises(KeyboardInterrupt):
             build_corpus(build_request(tables, text_field="body"))
 
-    assert not build_corpus(build_request(tables, text_field="body", seed=9)).was_there
+    assert not build_corpus(build_request(tables, text_field="body", seed=9)).was_finished
 
 
 def test_a_refused_part_leaves_the_claim_of_the_output_to_the_other_parts(

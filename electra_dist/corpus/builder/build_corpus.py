@@ -35,11 +35,11 @@ from electra_dist.corpus.builder.join_parts import JoinedCorpus, join_parts, tak
 from electra_dist.corpus.builder.shuffle import NUM_CELLS, open_spills, refuse_unknown_sources, source_epochs
 from electra_dist.corpus.builder.worker_stages import (
     InputGroup,
+    InputReader,
     ReadTask,
     RowMaker,
     group_inputs,
     sample_rows,
-    start_reading,
 )
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.workers import WorkerPool
@@ -120,8 +120,11 @@ class _PartOfBuild:
         self._recorded: dict[int, ReadGroup] = {}  # records of the groups that were read, each of them read once
 
     def is_finished(self) -> bool:
-        """Return whether the output holds this corpus, finished; raise ManifestMismatch if it holds another corpus."""
-        return self._records.finished_corpus(self._parameters, self._request.input_names()) is not None
+        """Return whether the output holds this corpus, finished; then delete what a killed build left in progress/.
+
+        Raises ManifestMismatch if the output holds another corpus.
+        """
+        return self._records.take_finished_corpus(self._parameters, self._request.input_names()) is not None
 
     def run(self) -> int:
         """Read this part's inputs and write its shards; return how many of its shards earlier calls had finished.
@@ -226,7 +229,7 @@ class _PartOfBuild:
         sizes = {group.number: group.size for group in groups}
         self._console.begin("reading", total_bytes, total_bytes - sum(sizes.values()))
         num_workers = min(self._request.num_workers, len(groups))
-        with WorkerPool(partial(start_reading, self._request), num_workers, preload=__name__) as pool:
+        with WorkerPool(partial(InputReader, self._request), num_workers, preload=__name__) as pool:
             for record in pool.results(tasks):
                 self._console.read(sizes[record.number], record.counts.all_sources()["read"])
                 yield record

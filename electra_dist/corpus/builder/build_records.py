@@ -148,7 +148,7 @@ class BuildRecords:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
+    def take_finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
         """Return the manifest of a finished corpus, and delete what is left in progress/; None if it is not finished.
 
         `parameters` (`BuildRequest.parameters`) and `inputs` (number and digest of the input files' names and sizes)

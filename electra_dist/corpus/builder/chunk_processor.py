@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 class ChunkRows(NamedTuple):
-    """Training and held-out rows of one chunk of documents, and counts of these documents and rows."""
+    """Rows of token ids that one chunk (some MB of documents) gives to the training and to the held-out corpus."""
 
     train: Rows
     heldout: Rows
@@ -99,7 +99,11 @@ class ChunkProcessor:
     def _decoded(
         self, documents: Iterable[RawDocument], counts: Counts, names: dict[int, DocumentNames]
     ) -> Iterator[_Text]:
-        """Decode documents and yield the usable texts; count all documents, and add the ids of the usable ones."""
+        """Yield the usable texts of a chunk's documents.
+
+        Adds to `counts` whether each document is usable, and to `names` the id and source in the record of each usable
+        one.
+        """
         request = self._request
         for index, document in enumerate(documents):
             source = self._source_of(document)

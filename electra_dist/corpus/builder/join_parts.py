@@ -34,7 +34,7 @@ from electra_dist.corpus.builder.examples import row_dtype
 from electra_dist.corpus.builder.worker_stages import put_shard
 from electra_dist.corpus.counts import MAX_FIELDS, SKIPPED, Counts, most_frequent
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
-from electra_dist.corpus.origins import OriginFile, joined, put_origins, write_origins
+from electra_dist.corpus.origins import OriginFile, join_tables, put_origins, write_origins
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, heldout_of, read_manifest, write_manifest
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
@@ -64,7 +64,7 @@ class JoinedCorpus:
 
     manifest: CorpusManifest
     heldout: CorpusManifest | None  # None if no document was held out
-    was_there: bool  # True if the corpus was finished before the call, which then built nothing
+    was_finished: bool  # True if the corpus was finished before the call, which then built nothing
     resumed_shards: int  # shards that were finished before the call
     report: BuildReport | None  # None if the corpus was indexed
 
@@ -83,7 +83,7 @@ def take_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
     return JoinedCorpus(
         manifest=manifest,
         heldout=heldout,
-        was_there=True,
+        was_finished=True,
         resumed_shards=len(manifest.shards),
         report=read_report(store),
     )
@@ -136,7 +136,7 @@ class _Join:
         write_manifest(self._store, manifest)
         self._records.clear()
         return JoinedCorpus(
-            manifest=manifest, heldout=heldout, was_there=False, resumed_shards=resumed_shards, report=report
+            manifest=manifest, heldout=heldout, was_finished=False, resumed_shards=resumed_shards, report=report
         )
 
     def _find_order(self) -> BuildOrder:
@@ -174,7 +174,7 @@ class _Join:
             num_tokens = int(np.count_nonzero(rows != pad_id))
             entries.append(put_shard(self._heldout_store, name, rows, num_tokens))
             if with_origins:
-                table = joined((self._records.heldout_origins(bucket), bucket.heldout_rows) for bucket in buckets)
+                table = join_tables((self._records.heldout_origins(bucket), bucket.heldout_rows) for bucket in buckets)
                 origin_files.append(put_origins(self._heldout_store, name, table))
         if not entries:
             return None

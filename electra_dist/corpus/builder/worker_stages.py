@@ -22,7 +22,7 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ from electra_dist.corpus.inputs.file_kinds import encodable
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.inputs.text_decoding import DOCUMENT_BYTES, DocumentNames, RawDocument
 from electra_dist.corpus.inputs.text_readers import DocumentStream
-from electra_dist.corpus.origins import Origin, OriginFile, joined, put_origins, rows_of_table, table_of_examples
+from electra_dist.corpus.origins import Origin, OriginFile, join_tables, put_origins, rows_of_table, table_of_examples
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard_format import write_shard
 from electra_dist.store.interface import Store
@@ -67,37 +67,41 @@ _WITHOUT_ROWS = 0.5  # used if no document of the sample gives a row
 
 
 class ReadTask(NamedTuple):
-    """A group of input files for a worker to read, or only to check for changes."""
+    """Task of a worker: to read a group of input files into spill files, or only to check it for changes."""
 
     group: InputGroup
     is_check: bool  # only compute the record; neither it nor a spill file is written
 
 
-def start_reading(request: BuildRequest) -> Callable[[ReadTask], ReadGroup]:
-    """Return the function with which a worker reads a group of input files: it writes spill files, then a record.
+class InputReader:
+    """Function object with which a worker reads groups of input files and writes their documents to spill files."""
 
-    The function raises UserError if a file cannot be read to its end, or if a table has no column of text.
-    """
-    store = open_store(request.output, request.endpoint_url)
-    records = BuildRecords(store)
-    order_seed = request.order_seed
-    with_ids = request.corpus.origins  # of documents in a table's column `id`, for the origin files
+    def __init__(self, request: BuildRequest) -> None:
+        self._request = request
+        self._store = open_store(request.output, request.endpoint_url)
+        self._records = BuildRecords(self._store)
+        self._order_seed = request.order_seed
 
-    def read(task: ReadTask) -> ReadGroup:
+    def __call__(self, task: ReadTask) -> ReadGroup:
+        """Read the files of a group, write spill files and then the group's record; return the record.
+
+        Raises UserError if a file cannot be read to its end, or if a table has no column of text.
+        """
+        request = self._request
         group = task.group
         files = [request.inputs[position] for position in group.files]
         stream = DocumentStream(files, request.text_field, request.endpoint_url, first_file=group.files.start)
-        writer = _SpillWriter(store, group.number, request.spill_bytes)
+        writer = _SpillWriter(self._store, group.number, request.spill_bytes)
         digest = blake2b(digest_size=16)
         for document in stream:
-            if not with_ids:
-                document.id = None
+            if not request.corpus.origins:
+                document.id = None  # only origin files name it
             numbers = stream.counts.of_source(request.inputs[document.file].source)
             numbers["read"] += 1
             numbers["read_bytes"] += document.size
             _add_to_digest(digest, document)
             if not task.is_check:
-                document.key = document_key(order_seed, document.file, document.number)
+                document.key = document_key(self._order_seed, document.file, document.number)
                 writer.add(document)
         writer.finish()
         record = ReadGroup(
@@ -109,10 +113,8 @@ def start_reading(request: BuildRequest) -> Callable[[ReadTask], ReadGroup]:
             counts=stream.counts,
         )
         if not task.is_check:
-            records.record_group(record)
+            self._records.record_group(record)
         return record
-
-    return read
 
 
 class _SpillWriter:
@@ -289,7 +291,7 @@ class RowMaker:
 
 
 def _join_origins(chunks: Sequence[Rows], tables: Sequence[pyarrow.Table]) -> pyarrow.Table:
-    return joined((table, len(chunk.block)) for chunk, table in zip(chunks, tables, strict=True))
+    return join_tables((table, len(chunk.block)) for chunk, table in zip(chunks, tables, strict=True))
 
 
 def _consecutive(cells: Iterable[int]) -> Iterator[range]:
@@ -309,7 +311,7 @@ def _consecutive(cells: Iterable[int]) -> Iterator[range]:
 
 
 def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[list[RawDocument]]:
-    """Cut documents into chunks (groups of consecutive documents), and yield them in order.
+    """Cut documents into chunks, groups of consecutive documents that become rows together; yield them in order.
 
     A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
     counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.

@@ -22,7 +22,7 @@ _SHOWN_STEPS = 3  # of a text, in the table
 
 
 class FoundText(NamedTuple):
-    """Text that is in at least one row."""
+    """Text of an evaluation file that some rows of a corpus hold, with these rows and the steps that use them."""
 
     text: EvaluationText
     num_tokens: int
@@ -39,8 +39,8 @@ def found_texts(
 ) -> list[FoundText]:
     """Return the texts that occur in at least one row, in the order of `sought`.
 
-    `forms` and `found` are the token ids and the rows of each text. `run` is the config and the folder of a run that
-    reads the corpora.
+    `found` has the rows of each text. `forms` has the token ids of each text, in one or two forms. `run`, if there is
+    one, is the config and the folder of a run that reads the corpora.
     """
     places = [index for index, one in enumerate(found) if len(one.rows)]
     uses: list[list[RowUse]] = []
@@ -59,7 +59,7 @@ def found_texts(
 
 
 def tree_of_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: Corpora) -> dict[str, Any]:
-    """Return the result as a JSON object; without a run, `uses` and `steps` are null."""
+    """Return the found texts and their share of all as a JSON object; without a run, `uses` and `steps` are null."""
     trees = []
     for one in texts:
         rows = _rows_as_json(one, corpora)
@@ -86,35 +86,40 @@ def _rows_as_json(one: FoundText, corpora: Corpora) -> list[dict[str, Any]]:
 
 
 def print_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: Corpora, out: Console) -> None:
-    """Print a table of the found texts, and their share of all sought texts."""
-    has_run = bool(texts) and texts[0].uses is not None
+    """Print a table of the found texts, their share of all texts and, for a run, how many steps use them."""
+    has_run = any(one.uses is not None for one in texts)
     if texts:
         out.print(_table_of_texts(texts[:MAX_SHOWN], has_run))
     if len(texts) > MAX_SHOWN:
         out.print(f"and {len(texts) - MAX_SHOWN:,} more texts; --json lists all")
-    rows: set[tuple[int, int]] = set()  # (shard, row) of all texts, because a row may have several of them
-    for one in texts:
-        rows.update(zip(one.rows.shards.tolist(), one.rows.rows.tolist(), strict=True))
     short = f"; {sought.num_short:,} texts have fewer words than --min-words" if sought.num_short else ""
     out.print(
-        f"{len(texts):,} of {len(sought.texts):,} texts are in the corpus, in {len(rows):,} of {corpora.num_rows:,} "
-        f"rows{short}"
+        f"{len(texts):,} of {len(sought.texts):,} texts are in the corpus, in {_num_rows(texts):,} of "
+        f"{corpora.num_rows:,} rows{short}"
     )
     if has_run:
-        counts = _steps(texts).counts()
-        num_read = sum(_is_read(one) for one in texts)
-        out.print(
-            f"the run has read {num_read:,} of these texts, in {counts['read']:,} steps; {counts['to_come']:,} steps "
-            f"to come will read one, and {counts['skipped']:,} are skipped"
-        )
+        out.print(_line_on_steps(texts))
+
+
+def _num_rows(texts: Sequence[FoundText]) -> int:
+    rows: set[tuple[int, int]] = set()  # (shard, row): one row may have several texts
+    for one in texts:
+        rows.update(zip(one.rows.shards.tolist(), one.rows.rows.tolist(), strict=True))
+    return len(rows)
+
+
+def _line_on_steps(texts: Sequence[FoundText]) -> str:
+    counts = _steps(texts).counts()
+    num_read = sum(_is_read(one) for one in texts)
+    return (
+        f"the run has read {num_read:,} of these texts, in {counts['read']:,} steps; {counts['to_come']:,} steps "
+        f"to come will read one, and {counts['skipped']:,} are skipped"
+    )
 
 
 def _table_of_texts(texts: Sequence[FoundText], has_run: bool) -> Table:
     """Return a table with a line for each text; if there is a run, with the first steps that use the text."""
-    columns = ["text", "begins with", "rows"]
-    if has_run:
-        columns.append("steps that use them")
-    table = Table(*columns)
+    table = Table("text", "begins with", "rows", *(["steps that use them"] if has_run else []))
     for one in texts:
         beginning = one.text.text
         if len(beginning) > _SHOWN_CHARS:
@@ -141,7 +146,7 @@ def _steps(texts: Sequence[FoundText]) -> StepsOfRows:
 
 
 def _steps_text(one: FoundText) -> str:
-    """Return the first steps that use a row of the text, such as "12, 340 (to come), and 5 more"."""
+    """List the first steps that use a row of the text, such as "12, 340 (to come), and 5 more"."""
     uses = sorted({use for uses in one.uses or () for use in uses}, key=lambda use: use.step)
     words = []
     for use in uses[:_SHOWN_STEPS]:

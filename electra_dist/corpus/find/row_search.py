@@ -54,7 +54,7 @@ class Query(NamedTuple):
 
 
 class FoundRows(NamedTuple):
-    """All rows that a search has found, in the order of the corpus."""
+    """All rows that a search has found, in the order of the corpus; the arrays have an element for each row."""
 
     shards: NDArray[np.int64]  # index of the shard of each row in the manifest
     rows: NDArray[np.int64]  # number of each row within its shard
@@ -62,7 +62,7 @@ class FoundRows(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A row that contains what was searched for."""
+    """A found row: its place, its documents and, for a text, how many tokens of the text it has."""
 
     shard: int  # index of its shard in the manifest
     row: int  # number of the row within the shard
@@ -89,7 +89,7 @@ class RowSearch:
 
     @property
     def has_origin_files(self) -> bool:
-        """Return whether all corpora have origin files (documents of each row), which searches for documents need."""
+        """Return whether all corpora record the documents of each row, which searches for documents need."""
         return None not in self._origins
 
     def rows_with_texts(self, texts: Sequence[Sequence[list[int]]], least: int) -> list[FoundRows]:
@@ -147,7 +147,7 @@ class RowSearch:
         return hits
 
     def sources(self) -> list[str]:
-        """Return the names of all sources in the origin files, sorted; all corpora must have origin files."""
+        """Return the names of all sources of the corpora, sorted, from the origin files, which all must have."""
         names: set[str] = set()
         for shard in self._progress(range(len(self._corpora.shards))):
             names |= sources_of_table(self._table(shard))
@@ -160,7 +160,7 @@ class RowSearch:
         return lines_of_document(table, self._query.document)
 
     def _table(self, shard: int) -> pyarrow.Table:
-        """Return the table in a shard's origin file; `shard` is a number from 0 over the shards of all corpora."""
+        """Return from which documents a shard's rows were made; shards are numbered from 0 over all corpora."""
         origins = self._origins_of_shard[shard]
         assert origins is not None
         return origins.table(self._corpora.shards[shard].entry.name)

@@ -46,7 +46,7 @@ class StepsOfRows:
         self._skipped: set[int] = set()
 
     def add(self, uses: Sequence[RowUse]) -> None:
-        """Count the steps that use one row, unless they were counted for an earlier row."""
+        """Take the uses of one found row; a step that was counted for an earlier row is not counted again."""
         for use in uses:
             if use.is_skipped:
                 self._skipped.add(use.step)

@@ -34,7 +34,10 @@ class TokenRuns:
     """Searcher for runs of at least `least` consecutive tokens of texts; a shorter text must occur as a whole."""
 
     def __init__(self, texts: Sequence[Sequence[list[int]]], least: int, special_ids: Sequence[int]) -> None:
-        """Take the forms of each text, lists of at least one token, and the ids that are ignored in rows."""
+        """Index `texts`. Each is a list of forms, a form being one way to tokenize it: at least one token id.
+
+        `special_ids` are the ids, such as that of [SEP], that are ignored in rows.
+        """
         self._special_ids = special_ids
         self._forms: list[_Form] = []
         for text, forms in enumerate(texts):
@@ -52,7 +55,11 @@ class TokenRuns:
             self._tables[length] = table
 
     def find(self, rows_MS: NDArray[np.integer]) -> Iterator[tuple[int, int, int]]:
-        """Yield (index of a text, number of a row, longest run of the text's tokens in it), once for each pair."""
+        """Yield (index of the text, number of the row, length of the run) for each text and row that match.
+
+        They match if the row has enough tokens of the text one after another; the length is that of the longest run.
+        `rows_MS` holds M rows of S ids.
+        """
         rows_of_a_block = max(1, _BLOCK_TOKENS // rows_MS.shape[1])
         for first in range(0, len(rows_MS), rows_of_a_block):
             block = rows_MS[first : first + rows_of_a_block]
@@ -83,7 +90,7 @@ class TokenRuns:
 
 
 def _hashes(tokens_N: NDArray[np.integer], longest: int) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """Yield (length, hashes of the runs of this length, one for each first token) for lengths 1 to `longest`."""
+    """For each length from 1 to `longest`, yield the length and a hash of the run of tokens from each token on."""
     values_N = (tokens_N.astype(np.uint64) + np.uint64(1)) * _FACTOR
     hashes = np.zeros_like(values_N)
     for length in range(1, min(longest, len(values_N)) + 1):

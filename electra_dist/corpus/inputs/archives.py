@@ -48,7 +48,7 @@ class _Member(NamedTuple):
 
 
 class TextMember(NamedTuple):
-    """A member of an archive that holds documents, with its whole content; it may be compressed."""
+    """A file in an archive that holds documents, with its whole content, which may be compressed."""
 
     name: str  # in the archive
     kind: FileKind
@@ -56,10 +56,10 @@ class TextMember(NamedTuple):
 
 
 class ArchiveReader:
-    """Reader of the members with texts in one tar or zip archive, which counts the members that it leaves out."""
+    """Reader of the files with texts in one tar or zip archive, which counts those that it leaves out."""
 
     def __init__(self, name: str, text_field: str, counts: Counts) -> None:
-        """Take the archive's name in the report, and where to count the members that are left out.
+        """Take the archive's `name` for reports, and `counts`, to which the members that are left out are added.
 
         `text_field` is also a file ending: with "caption", each member *.caption is one document of plain text.
         """
@@ -68,9 +68,10 @@ class ArchiveReader:
         self._counts = counts
 
     def members(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[TextMember]:
-        """Yield the members with texts of a decompressed archive, "tar" or "zip"; a zip stream must be seekable.
+        """Yield the files with texts in a decompressed archive.
 
-        Raises an error of `DAMAGED_FILE_ERRORS` (`text_readers.py`) if the archive is damaged, cut off or encrypted.
+        `file_format` is "tar" or "zip"; the stream of a zip archive must be seekable. Raises an error of
+        `DAMAGED_FILE_ERRORS` (`text_readers.py`) if the archive is damaged, cut off or encrypted.
         """
         from webdataset.tariterators import group_by_keys  # It imports torch, which worker processes do without.
 
@@ -86,7 +87,7 @@ class ArchiveReader:
             yield from self._members_of_sample(sample)
 
     def _known_members(self, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
-        """Yield name and content of each member of known kind, as a dict for webdataset; count the other members."""
+        """Yield members with a known ending as dictionaries, which webdataset groups to samples; count the others."""
         from webdataset.tariterators import base_plus_ext
 
         for member in members:
@@ -101,7 +102,10 @@ class ArchiveReader:
                 yield {"fname": name, "data": member.read(), "__url__": self._name}
 
     def _members_of_sample(self, sample: dict[str, Any]) -> Iterator[TextMember]:
-        """Yield the texts of a WebDataset sample, a dict of lower-case ending -> content and `__key__` -> name."""
+        """Yield the texts of a WebDataset sample (files that differ in their endings only), without its metadata.
+
+        `sample` maps lower-case endings to contents, and `__key__` to the name that the files have in common.
+        """
         endings = [ending for ending in sample if not ending.startswith("__")]
         text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
@@ -134,7 +138,7 @@ class ArchiveReader:
         return ending == self._text_field.lower()
 
     def skip(self, reason: str, member_name: str) -> None:
-        """Count a member that is left out, under a key of `SKIP_REASONS`."""
+        """Count a member that is left out; `reason` is a key of `SKIP_REASONS`."""
         self._counts.skip_input(reason, f"{self._name}: {member_name}")
 
     def _tar_members(self, stream: BinaryIO | io.BufferedIOBase) -> Iterator[_Member]:
@@ -157,7 +161,7 @@ class ArchiveReader:
         with zipfile.ZipFile(stream) as archive:
             for info in archive.infolist():
                 if not info.is_dir():
-                    yield _Member(info.filename, lambda info=info: _read_zip_member(archive, info))  # type: ignore[misc]
+                    yield _Member(info.filename, functools.partial(_read_zip_member, archive, info))
 
 
 def _read_tar_member(content: IO[bytes], member: tarfile.TarInfo) -> bytes:
@@ -181,7 +185,7 @@ def _read_zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 class _WatchedStream:
-    """Stream of a tar archive that keeps the newest bytes, so that `check_end` can examine the archive's end."""
+    """Stream of a tar archive that keeps the bytes read last, so that `check_end` can examine the archive's end."""
 
     _KEPT_BYTES = 1 << 16  # more than tarfile reads ahead
 

@@ -51,7 +51,7 @@ _PIECE_BYTES = 1 << 10  # of a zstd file: a block of 4 bytes may stand for 128 K
 
 
 class FileKind(NamedTuple):
-    """Format and compression of an input file."""
+    """Format and compression of an input file, as the endings of its name tell them."""
 
     format: str  # a value of FORMATS or PAGES
     compression: str  # one of COMPRESSIONS; "" if the file is not compressed
@@ -77,7 +77,7 @@ def kind_of(name: str, *, with_pages: bool = False) -> FileKind | None:
 
 
 def is_page(name: str) -> bool:
-    """Return whether a file holds HTML, which `corpus prepare` reads and a corpus build does not."""
+    """Return whether a file's name is one of HTML or WARC, which `corpus prepare` reads, not a corpus build."""
     return kind_of(name) is None and kind_of(name, with_pages=True) is not None
 
 
@@ -159,7 +159,7 @@ def read_whole(stream: BinaryIO | io.BufferedIOBase) -> bytes:
 
 
 def stream_of(pieces: Iterator[bytes]) -> io.BufferedReader:
-    """Return a readable stream of bytes that come in pieces of any size.
+    """Make a readable stream of bytes that come in pieces of any size.
 
     An exception that `pieces` raises is raised by the stream's `read`.
     """

@@ -29,7 +29,7 @@ _PREPARE_PAGES = "extract the text with `electra-dist corpus prepare` first (doc
 
 
 class InputFile(NamedTuple):
-    """One input file of a corpus.
+    """One input file of a corpus, as the search for inputs found it.
 
     Files are read in the order of their names. A corpus records names and sizes only, so the input folder may be
     moved.
@@ -50,7 +50,7 @@ class InputFile(NamedTuple):
 
     @property
     def given_path(self) -> str:
-        """Return the path for reports: the path of the file, or of the folder with it, as the user gave it."""
+        """Return the path of the file as the user would write it: as it was given, or below the given folder."""
         name = encodable(self.name)
         if self.is_given:
             return self.source if self.source.endswith(name) else name
@@ -125,7 +125,11 @@ class _Search:
                 self._add_local(path, source, is_pattern=paths != [given])
 
     def _add_local(self, path: str, source: str, is_pattern: bool) -> None:
-        """Add a local file, or the files below a local folder; `source` is the path as the user gave it."""
+        """Add a local file, or the files below a local folder; `source` is the input as the user gave it.
+
+        `is_pattern` says that `path` is one of the paths for which a brace pattern stands. Raises UserError if there
+        is none.
+        """
         root = Path(path)
         try:
             exists = root.exists()
@@ -149,7 +153,11 @@ class _Search:
             self.skipped.skip_input("not_a_file", root.name)
 
     def _add_file(self, name: str, path: Path, source: str, *, is_given: bool) -> None:
-        """Add a local file of known kind, unless it was added before through another path."""
+        """Add a local file with a known ending, unless it was added before through another path.
+
+        `name` is its path below the input folder, `source` the label of its text in reports, and `is_given` says that
+        the user gave this file, not a folder around it.
+        """
         kind = self._kind_of(name)
         assert kind is not None
         identity = str(path.resolve())  # equal for two paths that lead to one file, for example through a link
@@ -181,7 +189,7 @@ class _Search:
                 self._add_object(store, key, size, _source_of(source, key), is_given=False)
 
     def _is_read(self, key: str) -> bool:
-        """Return whether an object below a given folder is read; count it as left out otherwise."""
+        """Return whether an object below a given folder is read; count it with its reason if it is not."""
         if _is_hidden(key):
             self.skipped.skip_input("hidden", key)
         elif self._kind_of(key) is None:
@@ -215,7 +223,11 @@ class _Search:
             self._add(file.location, found)
 
     def _add_object(self, store: Store, key: str, size: int, source: str, *, is_given: bool) -> None:
-        """Add an object of known kind, unless it was added before through another path."""
+        """Add an object of a store, unless it was added before through another path.
+
+        `key`, its name below `store`, has a known ending. `source` labels its text in reports, and `is_given` says
+        that the user gave this object, not a folder around it.
+        """
         kind = self._kind_of(key)
         assert kind is not None
         identity = f"{store.url}/{key}"
@@ -225,7 +237,10 @@ class _Search:
         self._add(identity, InputFile(key, identity, kind.format, size, source, is_given))
 
     def _add(self, identity: str, file: InputFile) -> None:
-        """Add a file; an empty one is also counted as left out, but keeps its place in the order of the files."""
+        """Add a file; an empty one is also counted as left out, but keeps its place in the order of the files.
+
+        `identity` is equal for two paths that lead to one file.
+        """
         self.file_of_identity[identity] = file
         if file.size == 0:
             self.skipped.skip_input("empty_file", file.name)
@@ -328,7 +343,7 @@ def paths_of_input(given: str) -> list[str]:
 
 
 def _source_of(given: str, name: str) -> str:
-    """Return a file's source: the input folder, with the file's first folder in it if there is one.
+    """Return the label of a file's text in reports: the input folder and the first folder below it, if there is one.
 
     In the input folder texts, wiki/a.txt is of the source "texts/wiki", and a.txt of "texts".
     """

@@ -27,7 +27,10 @@ _PARSER = json.JSONDecoder(strict=False)
 
 
 def read_json(stream: io.BufferedIOBase) -> Iterator[bytes]:
-    """Yield the records of a JSON file, undecoded; raise EOFError or OSError if it is cut off or not JSON."""
+    """Yield the records of a JSON file, undecoded; raise EOFError or OSError if it is cut off or not JSON.
+
+    Records are the elements of an array, the lines, or values that follow one another.
+    """
     first_part = stream.readline(MOST_DOCUMENT_BYTES)  # of a longer line it is the beginning
     while first_part and not first_part.strip():
         first_part = stream.readline(MOST_DOCUMENT_BYTES)

@@ -44,10 +44,10 @@ _ID_COLUMN = "id"  # optional column with the ids of the documents
 
 
 class NoTextColumn(Exception):
-    """Exception for a table without a column that holds the text; its message says what the table has instead."""
+    """Exception for a table without a column of text of the given name; its message lists the table's columns."""
 
     def __init__(self, text_field: str, columns: Sequence[str], found: str | None = None) -> None:
-        """Make the message: it names the first 20 columns, and says what was `found` instead of text: "of type int64".
+        """Make the message from the first 20 `columns`; `found` says what the name stands for, "of type int64".
 
         Names are cut to 40 characters, because without a header the "names" of a CSV file are its first row of data.
         """
@@ -62,7 +62,6 @@ class NoTextColumn(Exception):
 
 
 def _short_name(column: str) -> str:
-    """Cut the name of a column to 40 characters, and escape unprintable characters."""
     return printable(column if len(column) <= _MAX_NAME_CHARS else column[:_MAX_NAME_CHARS] + "...")
 
 
@@ -71,10 +70,9 @@ def read_csv(
 ) -> Iterator[RawDocument]:
     """Yield the cells of column `text_field` of a CSV or TSV file as undecoded documents; close the stream at the end.
 
-    A row with another number of cells than the first row gives a document whose `data` is None. `with_fields` adds the
-    other cells; `is_tsv` means a tab between the cells and no quotes. Raises NoTextColumn if the first row does not
-    name the column, and OSError for a quoted cell that is not closed, or that has text after it. A CSV file whose
-    header does not name the column if commas separate the cells may have semicolons, tabs or bars.
+    A row with another number of cells than the header gives a document whose `data` is None. `with_fields` adds the
+    other cells. Raises NoTextColumn if the header does not name the column, and OSError for a quoted cell that is not
+    closed, or that has text after it.
     """
     csv.field_size_limit(MOST_DOCUMENT_BYTES)  # the csv module's own limit is 128 KiB
     # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.
@@ -83,33 +81,42 @@ def read_csv(
     first_line = next(lines, None)
     if first_line is None:
         return  # an empty file
-    rows = csv.reader(())
+    all_lines = itertools.chain([first_line], lines)
+    if is_tsv:
+        rows = csv.reader(all_lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        # Semicolons, tabs or bars may separate the cells, if commas do not make a cell `text_field` of the header.
+        rows = csv.reader(all_lines, delimiter=delimiter_of(first_line, text_field), strict=True)
     try:
-        dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-        if not is_tsv:
-            dialect = {"delimiter": delimiter_of(first_line, text_field), "strict": True}
-        rows = csv.reader(itertools.chain([first_line], lines), **dialect)
-        columns = next(rows)
-        if text_field not in columns:
-            raise NoTextColumn(text_field, columns)
-        index = columns.index(text_field)
-        id_index = columns.index(_ID_COLUMN) if _ID_COLUMN in columns else None
-        for row in rows:
-            if len(row) == len(columns):
-                document_id = None if id_index is None else name_of_value(row[id_index])
-                data = row[index].encode("utf-8", "surrogateescape")
-                fields = None
-                if with_fields:
-                    fields = {column: cell for column, cell in zip(columns, row, strict=True) if column != text_field}
-                yield RawDocument(data, False, document_id, fields)
-            elif row:  # an empty row is an empty line
-                yield RawDocument(None, False)
+        yield from _documents_of_rows(rows, text_field, with_fields)
     except csv.Error as error:
         raise OSError(f"line {max(1, rows.line_num)} is not CSV: {error}") from None
 
 
+def _documents_of_rows(rows: Iterator[list[str]], text_field: str, with_fields: bool) -> Iterator[RawDocument]:
+    """Yield a document for each row after the header; its `data` is None if the row has too few or many cells."""
+    columns = next(rows)
+    if text_field not in columns:
+        raise NoTextColumn(text_field, columns)
+    index = columns.index(text_field)
+    id_index = columns.index(_ID_COLUMN) if _ID_COLUMN in columns else None
+    for row in rows:
+        if len(row) == len(columns):
+            document_id = None if id_index is None else name_of_value(row[id_index])
+            data = row[index].encode("utf-8", "surrogateescape")
+            fields = None
+            if with_fields:
+                fields = {column: cell for column, cell in zip(columns, row, strict=True) if column != text_field}
+            yield RawDocument(data, False, document_id, fields)
+        elif row:  # an empty row is an empty line
+            yield RawDocument(None, False)
+
+
 def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False) -> Iterator[RawDocument]:
-    """Yield the cells of column `text_field` of a parquet file as undecoded documents; a null cell has `data` None."""
+    """Yield the cells of column `text_field` of a parquet file as undecoded documents; a null cell has `data` None.
+
+    `with_fields` adds the other cells of the row. Raises NoTextColumn if there is no such column of text.
+    """
     source = _arrow_source(stream)
     schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
     path = _check_text_column(schema, text_field)
@@ -125,6 +132,7 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
     """Yield the cells of column `text_field` of an Arrow file as undecoded documents; a null cell has `data` None.
 
     Both forms of Arrow IPC are read: the file form, and the stream form, in which Hugging Face stores data sets.
+    `with_fields` adds the other cells of the row. Raises NoTextColumn if there is no such column of text.
     """
     is_file = stream.read(len(_ARROW_FILE_MARK)) == _ARROW_FILE_MARK
     source = _arrow_source(stream)
@@ -166,7 +174,10 @@ def _text_column(batch: pyarrow.RecordBatch, path: list[str]) -> pyarrow.Array:
 
 
 def _fields(batch: pyarrow.RecordBatch, path: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield for each row a dict of its cells without the text: name of the column -> value."""
+    """Yield for each row the cells beside its text: name of the column -> Python value.
+
+    `path` leads to the text: the name of its column or, for nested text, the names from the column to the field.
+    """
     is_nested = len(path) > 1
     places = {name: place for place, name in enumerate(batch.schema.names) if is_nested or name != path[0]}
     columns = {name: _values(batch.column(place)) for name, place in places.items()}
@@ -241,7 +252,7 @@ def _has_ids(schema: pyarrow.Schema) -> bool:
 
 
 def _check_text_column(schema: pyarrow.Schema, text_field: str) -> list[str]:
-    """Return the names that lead to the column `text_field`, several for a nested one.
+    """Return the names that lead to the column `text_field`: one or, as in "data.text", one for each level.
 
     Raises NoTextColumn if no or several columns have this name, or if it holds no text.
     """
@@ -271,7 +282,10 @@ def _type_at(schema: pyarrow.Schema, path: list[str]) -> pyarrow.DataType | None
 
 
 def _names_of_columns(fields: Iterable[pyarrow.Field], prefix: str = "") -> Iterator[str]:
-    """Yield the names of columns; for a column with fields, the names of its fields, such as data.text."""
+    """Yield the names of columns; for a column with fields, those of its fields, such as data.text.
+
+    `prefix` is the name of the outer column, with a dot at its end.
+    """
     for field in fields:
         inner = _fields_within(field.type)
         if inner:
@@ -305,7 +319,10 @@ def _is_text(column_type: pyarrow.DataType) -> bool:
 
 
 def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
-    """Return a column of text as an array of bytes, with strings in UTF-8."""
+    """Convert a column of text, in any encoding of Arrow, to an array of bytes, with strings in UTF-8.
+
+    Raises an error of Arrow if the column's offsets are damaged.
+    """
     types = pyarrow.types
     if isinstance(column.type, pyarrow.BaseExtensionType):
         return _as_bytes(column.storage)

@@ -35,7 +35,7 @@ _BYTES_OF_ESCAPE = 6  # of half a surrogate pair in JSON, such as \ud83d
 
 @dataclass(slots=True)
 class RawDocument:
-    """One document as undecoded bytes: a JSON line, or plain text; and its place in the inputs and in the corpus."""
+    """One document as undecoded bytes (plain text or a JSON line), with its places in the inputs and in the corpus."""
 
     data: bytes | None  # None where a parquet cell is null, or where a row of a CSV file has too few or many cells
     is_json: bool  # whether `data` is a JSON line, whose text is one of its fields
@@ -47,12 +47,12 @@ class RawDocument:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the undecoded document."""
+        """Return the bytes of the undecoded document; 0 if it has no text at all."""
         return len(self.data or b"")
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Return the key by which the documents of a corpus are sorted."""
+        """Return the sort key of the documents of a corpus: shuffle key, then file and number."""
         return self.key, self.file, self.number
 
 
@@ -72,14 +72,14 @@ class SkippedDocument(Exception):
 
 
 class DocumentNames(NamedTuple):
-    """Id and source of a document as stated in its own record, a JSON line or table row; None for what is missing."""
+    """Id and source of a document as its own record, a JSON line or table row, states them."""
 
     id: str | None = None  # field `id` of a JSON line, or cell of a table's column `id`; None if there is none
     source: str | None = None  # field `metadata.source` of a JSON line, which `corpus prepare` writes; None without it
 
 
 class DecodedText(NamedTuple):
-    """Text of a document, how many of its bytes were replaced because they are not UTF-8, and its id and source."""
+    """Text of a document, with what its record and its bytes told besides."""
 
     text: str
     replaced_bytes: int  # bytes, each replaced alone or with its neighbours by U+FFFD; 0 for a clean document
@@ -159,7 +159,7 @@ def _text_of_record(record: dict[str, Any], text_field: str) -> str:
 
 
 def path_of_field(field: str, names: Container[str]) -> list[str]:
-    """Return the path of a field in a record: ["a", "b"] for "a.b", or ["a.b"] if that is one of its `names`."""
+    """Split a field such as "a.b" into the path ["a", "b"], or return ["a.b"] if the record has that name."""
     return [field] if field in names else field.split(".")
 
 
@@ -171,7 +171,10 @@ def _value_at(record: dict[str, Any], field: str) -> Any:
 
 
 def _fields_with_text(record: dict[str, Any], prefix: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield the names of fields that hold text, also of nested ones, such as data.text."""
+    """Yield the names of a record's fields that hold text, with dots for nested ones, such as data.text.
+
+    Records are searched five levels deep. `prefix`, with a dot at its end, and `depth` are those of a nested record.
+    """
     for name, value in record.items():
         if isinstance(value, str) and value.strip():
             yield name_of_value(prefix + name) or ""

@@ -105,7 +105,7 @@ class DocumentStream:
         self._with_fields = with_fields
 
     def __iter__(self) -> Iterator[RawDocument]:
-        """Yield the documents with their places in the inputs.
+        """Yield the documents, each with the position of its file among the inputs and its own in the file.
 
         Raises UserError if a file cannot be read to its end, or if the column of the text is missing in a parquet or
         Arrow file, or in a table that the user gave by its name.
@@ -231,7 +231,7 @@ def local_path(file: InputFile, endpoint_url: str | None) -> Iterator[Path]:
 
 @functools.lru_cache(maxsize=1)
 def _store_of_inputs(url: str, endpoint_url: str | None) -> Store:
-    """Open the store of an input file; the next file mostly has the same one."""
+    """Open the folder or bucket of an input file as a store; the next file mostly has the same one."""
     return open_store(url, endpoint_url)
 
 
@@ -266,7 +266,6 @@ def _read_format(
 
 
 def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    """Yield the whole file as one document, stripped of ASCII white space; yield nothing if no text is left."""
     text = read_whole(stream).strip()
     if text:
         yield RawDocument(text, is_json=False)
@@ -277,7 +276,7 @@ def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
 
     The file is read piece by piece. The text after the last blank line of a piece is an unfinished document, to which
     the next piece is joined. A piece is at least as large as the unfinished text, so that the time stays linear even
-    for a huge document.
+    for a huge document. Raises OSError for a document of more than 256 MiB.
     """
     unfinished = b""
     while block := stream.read(max(READ_BYTES, len(unfinished))):
@@ -322,7 +321,10 @@ def _read_wet(stream: io.BufferedIOBase, *, with_fields: bool) -> Iterator[RawDo
 
 
 def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
-    """Read the headers of a WARC record and the empty line after them; return {b"warc-type": b"conversion", ...}."""
+    """Read the headers of a WARC record and the empty line after them; return {b"warc-type": b"conversion", ...}.
+
+    Raises OSError or EOFError if they are too long or cut off.
+    """
     headers: dict[bytes, bytes] = {}
     num_bytes_left = _MOST_HEADER_BYTES
     while line := stream.readline(num_bytes_left + 1):

@@ -83,7 +83,7 @@ class PlannedStep:
     requests: Requests = field(default_factory=Requests)
 
     def cost(self, prices: Prices) -> float:
-        """Return what the step costs, in the currency of the prices."""
+        """Return what the step costs (cores, requests and traffic) in the currency of the prices."""
         gigabytes = (self.bytes_in + self.bytes_out) / 1e9
         return (
             self.core_hours * prices.core_hour
@@ -94,7 +94,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusPlan:
-    """Steps and sizes of a planned build of a corpus."""
+    """Plan of a corpus build: what each step costs, the numbers of files and tasks, and the machines."""
 
     tokens: float  # tokens of the corpus, without [PAD]
     prepare: list[PlannedStep]  # stages of `corpus prepare`; empty if no preparation is planned
@@ -114,6 +114,23 @@ class CorpusPlan:
         return [*self.prepare, *self.parallel, self.merge]
 
     @property
+    def whole(self) -> PlannedStep:
+        """Return the sums of all steps as one step with the name "all"."""
+        requests = [step.requests for step in self.steps]
+        return PlannedStep(
+            name="all",
+            core_hours=sum(step.core_hours for step in self.steps),
+            bytes_in=sum(step.bytes_in for step in self.steps),
+            bytes_out=sum(step.bytes_out for step in self.steps),
+            requests=Requests(
+                get=sum(one.get for one in requests),
+                put=sum(one.put for one in requests),
+                list=sum(one.list for one in requests),
+                delete=sum(one.delete for one in requests),
+            ),
+        )
+
+    @property
     def hours(self) -> float:
         """Return the elapsed hours of the whole build, with all machines at work and no wait for storage."""
         shared = sum(step.core_hours for step in [*self.prepare, *self.parallel])
@@ -123,8 +140,8 @@ class CorpusPlan:
 def workload_of_tokens(rates: CorpusRates, tokens: float, *, file_bytes: float, kept: float = 1.0) -> Workload:
     """Return the workload of a corpus of `tokens` tokens, whose text is like the sample measured in `rates`.
 
-    `file_bytes` is the size of one input file. `kept`, in (0, 1], is the share of the raw text that
-    `corpus prepare` keeps.
+    `file_bytes` is the size of one input file. `kept`, in (0, 1], is the share of the raw text that `corpus prepare`
+    keeps.
     """
     scale = tokens / rates.tokens
     text_bytes = rates.text_bytes * scale
@@ -193,7 +210,7 @@ def plan_corpus(rates: CorpusRates, request: BuildRequest, work: Workload) -> Co
 
 
 def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _Counts:
-    """Estimate how many files and processes of each kind a build has, from the sizes measured on the sample."""
+    """Estimate how many files and tasks of each kind a build has, from the sizes measured on the sample."""
     row_bytes = rates.shard_bytes * (work.text_bytes / rates.text_bytes)
     file_bytes = work.input_bytes / work.num_files
     num_groups = _num_groups(work.num_files, file_bytes, request.group_bytes)
@@ -252,7 +269,7 @@ def _parallel_steps(rates: CorpusRates, work: Workload, counts: _Counts) -> list
 def _num_groups(num_files: int, file_bytes: float, group_bytes: int) -> int:
     """Return into how many groups a build divides its input files, of `file_bytes` each.
 
-    A group is complete when its files have at least `group_bytes`.
+    A group, which one worker reads, is complete when its files have at least `group_bytes`.
     """
     files_per_group = max(1, math.ceil(group_bytes / file_bytes))
     return math.ceil(num_files / files_per_group)
@@ -306,7 +323,7 @@ class _Counts:
         return Requests(get=self.files, list=_lists(self.files) * self.parts)
 
     def of_spilling(self) -> Requests:
-        """Count the S3 requests that begin the build, ask for finished groups, and write spill files and records."""
+        """Count the S3 requests that begin the build, ask which groups are read, and write spill files and records."""
         begin_get = 3  # each part asks whether corpus.json, build.json and order.json exist
         begin_put = 3  # vocab.txt, notes.json and build.json are written
         return Requests(
@@ -360,13 +377,3 @@ class _Counts:
 def _lists(num_keys: int) -> int:
     """Return how many ListObjectsV2 requests list `num_keys` keys; an empty folder takes one request, too."""
     return max(1, math.ceil(num_keys / _KEYS_PER_LIST))
-
-
-def total_requests(steps: Sequence[PlannedStep]) -> Requests:
-    """Add up the S3 requests of several steps, separately for each HTTP method."""
-    return Requests(
-        get=sum(step.requests.get for step in steps),
-        put=sum(step.requests.put for step in steps),
-        list=sum(step.requests.list for step in steps),
-        delete=sum(step.requests.delete for step in steps),
-    )

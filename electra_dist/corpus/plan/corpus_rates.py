@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field, TypeAdapter, field_validator
@@ -98,7 +98,10 @@ class CorpusRates(Section):
 
 
 def read_rates(path: Path) -> CorpusRates:
-    """Read rates (CPU times of a build's steps) from a file of this command, also from its output by --json."""
+    """Read CPU times of a build's steps from a file that this command stored, or from its output by --json.
+
+    Raises UserError if the file is neither.
+    """
     next_step = "give another --rates, or leave it out to measure"
     tree = read_json_object(path, next_step)
     try:
@@ -120,6 +123,12 @@ def measure_rates(
         return _Measurement(request, Path(folder)).run(sample, hardware, prepare)
 
 
+class _Sample(NamedTuple):
+    documents: list[RawDocument]
+    size: int  # bytes of the documents, at least 1
+    share: float  # of the bytes of all documents
+
+
 class _Measurement:
     def __init__(self, request: BuildRequest, folder: Path) -> None:
         """Prepare a measurement that writes its spill file, shard and records to `folder`, which must be empty."""
@@ -130,8 +139,8 @@ class _Measurement:
     def run(self, sample: str, hardware: str, prepare: Sequence[PrepareRate]) -> CorpusRates:
         """Do all steps of a build on the sample, and return their CPU times and the sizes of their results."""
         request = self._request
-        documents, text_bytes, share = self._read()
-        spill_bytes = self._spill(documents)
+        read = self._read()
+        spill_bytes = self._spill(read.documents)
         tokens, blocks = self._make_rows(self._collect(spill_bytes))
         if not tokens:
             raise UserError(
@@ -144,9 +153,9 @@ class _Measurement:
             date=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
             hardware=hardware,
             settings=rate_settings(request),
-            input_bytes=max(1, round(share * sum(file.size for file in request.inputs))),
-            text_bytes=text_bytes,
-            documents=len(documents),
+            input_bytes=max(1, round(read.share * sum(file.size for file in request.inputs))),
+            text_bytes=read.size,
+            documents=len(read.documents),
             spill_bytes=spill_bytes,
             tokens=tokens,
             shard_bytes=shard_bytes,
@@ -155,10 +164,10 @@ class _Measurement:
             prepare=list(prepare),
         )
 
-    def _read(self) -> tuple[list[RawDocument], int, float]:
-        """Read all documents; return (documents of the sample, their bytes (at least 1), their share of all bytes).
+    def _read(self) -> _Sample:
+        """Read all documents, and return the first ones as the sample.
 
-        The CPU time recorded for this step is that of reading all files, multiplied by this share.
+        The CPU time recorded for this step is that of reading all files, multiplied by the share of the sample.
         """
         documents: list[RawDocument] = []
         sample_bytes = 0
@@ -172,7 +181,7 @@ class _Measurement:
         seconds = time.process_time() - begin
         share = sample_bytes / all_bytes if all_bytes else 1.0
         self._cpu_s[READ] = seconds * share
-        return documents, max(sample_bytes, 1), share
+        return _Sample(documents, max(sample_bytes, 1), share)
 
     def _spill(self, documents: list[RawDocument]) -> int:
         seed = self._request.order_seed
@@ -190,7 +199,7 @@ class _Measurement:
         return documents
 
     def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray]]:
-        """Make rows; return how many tokens they have without [PAD], and the rows in blocks, [rows, seq_len] each."""
+        """Make rows of token ids; return their number of tokens without [PAD], and blocks of them, [rows, seq_len]."""
         processor = ChunkProcessor(self._request)
         blocks: list[np.ndarray] = []
         tokens = 0
@@ -221,7 +230,7 @@ class _Measurement:
 
 
 def rate_settings(request: BuildRequest) -> dict[str, str | int | float]:
-    """Return those settings of a build that influence its speed, for `CorpusRates.settings`."""
+    """Return those settings of a build that influence its speed, by name, to be stored beside measured rates."""
     corpus = request.corpus
     return {
         "seq_len": request.seq_len,
@@ -266,7 +275,10 @@ def measure_preparation(config: PrepareConfig, files: Sequence[InputFile], text_
 
 
 def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile], text_field: str) -> list[PrepareRate]:
-    """Run all stages of a preparation except the report at the end, in this process, and return their CPU times."""
+    """Run all stages of a preparation except the report at the end, in this process, and return their CPU times.
+
+    `folder` gets its files; the input `files` replace the sources of `config`.
+    """
     from datatrove.utils.logging import logger
 
     from electra_dist.corpus.prepare.preparation import check

@@ -65,7 +65,7 @@ _BYTES_PER_WORD = 5  # lower bound of the mean, with the space; so enough words 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Measurement of the costs of a corpus build's steps, on its own settings and input files."""
+    """Measurement of the CPU time that each step of a corpus build takes, with its own settings and input files."""
 
     config: Config
     files: list[InputFile]  # [] if the plan is for a number of tokens only
@@ -73,7 +73,7 @@ class Measurement:
     text_field: str
     preparation: PrepareConfig | None  # of `corpus prepare`, whose stages are then measured, too
 
-    def kept_or_new(self, console: Console, *, again: bool) -> CorpusRates:
+    def stored_or_measured(self, console: Console, *, again: bool) -> CorpusRates:
         """Return the rates that an earlier call has stored for this input, settings and machine, or measure them.
 
         With `again`, rates are always measured. New rates are stored for later calls.
@@ -103,7 +103,7 @@ class Measurement:
         )
 
     def planned_request(self) -> BuildRequest:
-        """Return a request with the settings of the build, for a plan, which uses neither inputs nor vocabulary."""
+        """Return a request with the settings of the build, for a plan, which uses no inputs and no vocabulary."""
         return self._request([], Vocabulary("\n".join(SPECIAL_TOKENS) + "\n", "placeholder"))
 
     def _digest(self) -> str:
@@ -144,7 +144,11 @@ class Measurement:
             raise missing_packages("--prepare", "corpus") from None
 
     def _vocabulary(self, files: list[InputFile]) -> Vocabulary:
-        """Read the vocabulary that was given, or train a vocabulary on `files` and fill it up with unused entries."""
+        """Read the given vocabulary, or train one of `model.vocab_size` tokens on the first documents of `files`.
+
+        If they give fewer tokens, unused ones are added. Raises UserError if there is no text, or for a BPE vocabulary
+        that is not given.
+        """
         if self.vocab is not None:
             return Vocabulary.read(self.vocab)
         corpus = self.config.corpus
@@ -164,16 +168,13 @@ class Measurement:
 
 
 def _filled(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """Return a vocabulary filled up to `size` entries with [unusedN].
-
-    The size decides whether a token id takes two or four bytes.
-    """
+    """Add tokens [unused0], [unused1], ... to a vocabulary until it has `size`, which decides the bytes of an id."""
     unused = "".join(f"[unused{number}]\n" for number in range(size - vocabulary.size))
     return Vocabulary(vocabulary.text + unused, "trained on the sample")
 
 
 def _write_artificial_text(path: Path, num_bytes: int) -> None:
-    """Write documents with about `num_bytes` of text to `path`, as JSON lines with the field `text`.
+    """Write random documents with about `num_bytes` of text to `path`, as JSON lines with the field `text`.
 
     Equal arguments give equal bytes with the same versions of Python and NumPy.
     """
@@ -203,7 +204,7 @@ def _line(drawn_words: Iterator[str], draw: np.random.Generator) -> str:
 
 
 def _words(draw: np.random.Generator) -> list[str]:
-    """Return `_NUM_WORDS` words, the most frequent first; the rare ones are made up with the generator `draw`."""
+    """Return 60,000 words like English ones, the most frequent first; rare ones are joined from parts of others."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     counts: Counter[str] = Counter()
     for topic in sorted(topics):

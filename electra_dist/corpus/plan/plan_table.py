@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from electra_dist.corpus.plan.corpus_plan import CorpusPlan, Prices, Requests, Workload, total_requests
+from electra_dist.corpus.plan.corpus_plan import CorpusPlan, Prices, Workload
 from electra_dist.corpus.plan.corpus_rates import CorpusRates
 from electra_dist.run.number_formats import format_count, format_duration
 
@@ -18,28 +18,24 @@ def plan_table(plan: CorpusPlan, prices: Prices) -> Table:
     table = Table(*columns, *(["cost"] if prices.any else []))
     for column in table.columns[1:]:
         column.justify = "right"
-
-    def add(name: str, hours: float, size: tuple[float, float], requests: Requests, cost: float) -> None:
-        gigabytes = [f"{num_bytes / 1e9:,.1f}" for num_bytes in size]
+    for step in [*plan.steps, plan.whole]:
+        requests = step.requests
         numbers = [requests.get, requests.put, requests.list, requests.delete]
-        cells = [name, f"{hours:,.2f}", *gigabytes, *(f"{number:,}" for number in numbers)]
+        cells = [step.name, f"{step.core_hours:,.2f}", f"{step.bytes_in / 1e9:,.1f}", f"{step.bytes_out / 1e9:,.1f}"]
+        cells += [f"{number:,}" for number in numbers]
         if prices.any:
-            cells.append(f"{cost:,.2f}")
+            cells.append(f"{step.cost(prices):,.2f}")
         table.add_row(*cells)
-
-    for step in plan.steps:
-        add(step.name, step.core_hours, (step.bytes_in, step.bytes_out), step.requests, step.cost(prices))
-    total_bytes = (sum(step.bytes_in for step in plan.steps), sum(step.bytes_out for step in plan.steps))
-    total_hours = sum(step.core_hours for step in plan.steps)
-    add("all", total_hours, total_bytes, total_requests(plan.steps), sum(step.cost(prices) for step in plan.steps))
     return table
 
 
 def remarks(
     plan: CorpusPlan, rates: CorpusRates, work: Workload, hours: float | None, num_machines_needed: int | None
 ) -> list[str]:
-    """Return the lines below the table of the plan: sizes of the corpus, duration, and the measured rates.
-    With `hours`, the time in which the build is to finish, a line has the machines needed; None: no number suffices.
+    """Return the lines below the table of a plan: sizes of the corpus, duration, and the measured rates.
+
+    `hours`, if not None, is the time in which the user wants the build to finish; a line then says how many machines
+    that takes, `num_machines_needed`, or that no number of machines suffices (None).
     """
     most_busy_cores = min(plan.num_groups, plan.num_buckets)
     lines = [

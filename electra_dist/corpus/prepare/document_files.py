@@ -153,18 +153,18 @@ class DropRecorder:
         self._current = document
 
     def add_unreadable(self, source: str, reason: str) -> None:
-        """Count a document that the reader cannot turn into text."""
+        """Count a document that the reader of a source cannot turn into text, as read and as dropped."""
         self.documents_in[source] += 1
         self.dropped["read", reason, source] += 1
 
     def add_written(self, document: Any) -> None:
-        """Count a document that passed all steps of the stage."""
+        """Count a document that passed all steps of the stage, its characters and its `TextShape`."""
         self.documents_out[document.metadata["source"]] += 1
         self.characters_out[document.metadata["source"]] += len(document.text)
         self.shapes_out[document.metadata["source"]].update(measure(document.text))
 
     def drop(self, step: str, reason: str, document: Any) -> None:
-        """Count a document that a step drops, and keep it as a sample if few dropped documents have a smaller hash."""
+        """Count a document that a step drops; keep it as a sample if few dropped documents have a smaller hash."""
         source = document.metadata["source"]
         self.dropped[step, reason, source] += 1
         key = hashlib.blake2b(f"{document.id}\n{document.text}".encode(), digest_size=16).hexdigest()

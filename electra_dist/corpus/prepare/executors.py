@@ -66,29 +66,23 @@ def submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
         raise NothingSubmitted(
             "executor.kind slurm: there is no sbatch on this machine; run the command on a login node"
         )
-    executor: SlurmPipelineExecutor | None = None
-    executors = []
+    executors: list[SlurmPipelineExecutor] = []
     for stage in stages:
-        executor = _slurm_executor(config, stage, executor)
-        executors.append(executor)
-    assert executor is not None
+        executors.append(_slurm_executor(config, stage, executors[-1] if executors else None))
     logger.remove()
     try:
-        with _environment_of_submission(executor):
-            executor.run()
+        with _environment_of_submission(executors[-1]):
+            executors[-1].run()  # submits the jobs on which its own depends first
     except subprocess.CalledProcessError as error:
         has_job = any(executor.job_id not in (None, -1) for executor in executors)
         kind = UserError if has_job else NothingSubmitted
         raise kind(f"sbatch refused a job (exit code {error.returncode}); see its message above") from None
-    jobs = {}
-    for stage, executor in zip(stages, executors, strict=True):
-        if executor.job_id != -1:
-            jobs[stage.name] = str(executor.job_id)
-    return jobs
+    job_ids = {stage.name: executor.job_id for stage, executor in zip(stages, executors, strict=True)}
+    return {name: str(job_id) for name, job_id in job_ids.items() if job_id != -1}  # -1: the stage is complete
 
 
 def completed_tasks(config: PrepareConfig, stage: Stage) -> int:
-    """Return how many tasks of a stage are completed."""
+    """Return how many tasks of a stage are completed, by the marks that datatrove leaves in the work folder."""
     return len(_completions(config, stage))
 
 
@@ -99,7 +93,7 @@ def forget_completed(config: PrepareConfig, stage: Stage) -> None:
 
 
 def _completions(config: PrepareConfig, stage: Stage) -> list[Path]:
-    """Return the files by which datatrove marks completed tasks; each is named by the number of its task."""
+    """Return the files by which datatrove marks completed tasks; the name of each is the number of its task."""
     folder = run_folder(config, stage) / "completions"
     return [path for path in folder.glob("*") if path.name.isdecimal()]
 
@@ -114,7 +108,10 @@ class NothingSubmitted(UserError):
 
 
 def _run_locally(config: PrepareConfig, stage: Stage) -> None:
-    """Run the tasks of a stage that are not completed; if a task fails or a worker is killed, kill the others."""
+    """Run the tasks of a stage that are not completed in worker processes, and wait for all of them.
+
+    If a task fails or a worker is killed, the other workers are killed; raises WorkerKilled for a killed one.
+    """
     executor = LocalPipelineExecutor(stage.steps, tasks=stage.num_tasks, logging_dir=str(run_folder(config, stage)))
     tasks = executor.get_incomplete_ranks()
     if not tasks:
@@ -132,7 +129,7 @@ def _run_locally(config: PrepareConfig, stage: Stage) -> None:
 
 
 def _start_tasks(pickled: bytes) -> Callable[[int], None]:
-    """Return the function by which a worker runs a task of a pickled executor, whose log is in WORK/STAGE/run/logs."""
+    """Return the function with which a worker runs a task of `pickled`, an executor of datatrove, by its number."""
     # Otherwise the extractor's process would be the child of a further fork server, and outlive the worker.
     multiprocessing.set_start_method("fork", force=True)
 

@@ -72,7 +72,7 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class ExtractText(PipelineStep):
-    """Extractor of the main text of HTML pages; documents that are text already pass unchanged."""
+    """Step that replaces HTML pages by their main text; documents that are text already pass unchanged."""
 
     name = "trafilatura"
     type = "EXTRACTOR"
@@ -98,7 +98,7 @@ class ExtractText(PipelineStep):
                 yield document
 
     def _extract(self, sandbox: ExtractorSandbox, html: str) -> tuple[str, str | None]:
-        """Return (text, None) for a page, or ("", reason) if the page is dropped."""
+        """Return the main text of a page and None or, if the page is to be dropped, "" and the reason."""
         try:
             text = sandbox.process_document(html, self.extract)
         except TimeoutError:
@@ -149,14 +149,14 @@ _SENTENCE = re.compile(
 
 
 class FilterSteps(NamedTuple):
-    """Filters that run before the text of HTML pages is extracted, and those that run after it."""
+    """Filters of web addresses, which run before the text of HTML pages is extracted, and filters of texts."""
 
     before_extraction: list[Any]
     after_extraction: list[Any]
 
 
 def filter_steps(filters: FiltersSection, tokenizer: str | PlainWords, recorder: DropRecorder) -> FilterSteps:
-    """Return the filters that are switched on; `recorder` counts what each filter drops, under the filter's key."""
+    """Return the filters that the config switches on; `recorder` counts what each one drops, under its key."""
     before: list[Any] = []
     after: list[Any] = []
     if filters.url is not None:
@@ -205,7 +205,7 @@ def _repetition_filter(
 
 
 def formatting_steps(settings: FormattingSection) -> list[Any]:
-    """Return the switched-on steps that change texts: wrong encoding, lines of symbols, e-mail and IP addresses."""
+    """Return the steps, as far as switched on, that repair encodings, drop lines of symbols and replace addresses."""
     steps: list[Any] = []
     if settings.fix_encoding:
         steps.append(FTFYFormatter())
@@ -239,7 +239,7 @@ def load_model(path: Path) -> Any:
 
 
 def check_labels(key: str, labels: Iterable[str], model: Path) -> None:
-    """Raise UserError, which names the `key` of the config, if a fastText model lacks one of these labels."""
+    """Raise UserError if a fastText model lacks one of the labels that the config's `key` names."""
     known = [label.removeprefix("__label__") for label in load_model(model).labels]
     for label in labels:
         if label not in known:
@@ -438,5 +438,8 @@ class PlainWords(WordTokenizer):
 
 
 def word_tokenizer(config: PrepareConfig) -> str | PlainWords:
-    """Return the value for `language` in datatrove's steps: a `PlainWords`, or a language code for spaCy."""
+    """Return how datatrove's steps shall cut text into words, for their argument `language`.
+
+    This is a `PlainWords` or, with `words: spacy` in the config, a language code.
+    """
     return config.spacy_language if config.words == "spacy" else PlainWords()

@@ -56,7 +56,8 @@ class Preparation(NamedTuple):
 def check(config: PrepareConfig) -> Preparation:
     """Check everything that a run of `corpus prepare` needs, and return its plan and stages; write nothing.
 
-    Raises UserError if a file or a package is missing.
+    Raises UserError if a file or a package is missing, a model lacks a label, or the output or work folder is in a
+    source.
     """
     for key, path in local_files(config).items():
         if not path.is_file():
@@ -131,7 +132,7 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
 
 
 def tasks_left(preparation: Preparation) -> dict[str, int]:
-    """Return for each stage how many of its tasks are not completed: name of the stage -> number."""
+    """Return how many tasks of each stage are not completed: name of the stage -> number."""
     config = preparation.config
     return {stage.name: stage.num_tasks - completed_tasks(config, stage) for stage in preparation.stages}
 
@@ -139,7 +140,8 @@ def tasks_left(preparation: Preparation) -> dict[str, int]:
 def _begin(preparation: Preparation) -> bool:
     """Make the work folder and write plan.json; return whether there was none, so that the preparation is new.
 
-    If prepare.json is missing, the last stage, which writes it, is made to run again.
+    If prepare.json is missing, the last stage, which writes it, is made to run again. Raises UserError if the work
+    folder holds another preparation, or the output has files of one.
     """
     work = Path(preparation.config.work)
     output = open_store(preparation.config.output, preparation.config.endpoint_url)

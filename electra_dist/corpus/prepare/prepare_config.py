@@ -46,7 +46,7 @@ class UrlFilterSection(Section):
 
 
 class LanguageSection(Section):
-    """Filter by language, which a fastText model identifies."""
+    """Filter that keeps documents in given languages, which a fastText model of the user identifies."""
 
     model: Path = Field(description="fastText model file, such as lid.176.bin")
     languages: tuple[str, ...] = Field(
@@ -116,7 +116,7 @@ class C4QualitySection(Section):
 
 
 class C4BadWordsSection(Section):
-    """List of words; a document that contains one of them is dropped."""
+    """Filter that drops documents with a word of a list, as C4 did."""
 
     list: Path = Field(description="file with one word or phrase a line; it is never downloaded")
 
@@ -266,7 +266,7 @@ class DeduplicationSection(Section):
 
 
 class PiiSection(Section):
-    """Replacement of e-mail addresses and IP addresses."""
+    """Replacement of e-mail addresses and IP addresses in the text by others that belong to nobody."""
 
     remove_emails: bool = Field(default=True, description="replace e-mail addresses")
     remove_ips: bool = Field(default=True, description="replace IP addresses")
@@ -308,7 +308,7 @@ class SlurmSection(Section):
     @field_validator("partition", "time", "qos", "options")
     @classmethod
     def _one_line(cls, value: object) -> object:
-        """Refuse a line break: what follows it in a job script would be a shell command."""
+        """Raise ValueError for a line break: what follows it in a job script would be a shell command."""
         texts = [*value, *value.values()] if isinstance(value, dict) else [value]
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
             raise ValueError("must not contain a line break or a control character")
@@ -337,7 +337,7 @@ class ExecutorSection(Section):
 
 
 class PrepareConfig(Section):
-    """The whole config of `electra-dist corpus prepare`, a YAML file."""
+    """The whole config of `electra-dist corpus prepare`, a YAML file: sources, steps, executor and output."""
 
     output: str = Field(
         min_length=1, description="folder or s3://bucket/prefix for documents/*.jsonl.gz, samples/ and prepare.json"
@@ -383,14 +383,14 @@ def local_files(config: PrepareConfig) -> dict[str, Path]:
 
 
 def reference() -> str:
-    """Return all keys of the YAML file with their defaults and descriptions, as YAML that is to be completed."""
+    """Return a YAML file to be completed, with all keys of `corpus prepare`, their defaults and descriptions."""
     return "\n".join(_outline(PrepareConfig, "")) + "\n"
 
 
 def _outline(section: type[BaseModel], indent: str) -> Iterator[str]:
-    """Yield the lines of YAML for the keys of a section.
+    """Yield the lines of YAML for the keys of a section and of the sections in it, with their descriptions.
 
-    The first line begins with `indent`, for an item of a list, and the others are aligned with it.
+    The first line begins with `indent`, which ends in "- " for an item of a list; the others are aligned with it.
     """
     for name, field in section.model_fields.items():
         inner = section_class(field.annotation)

@@ -160,7 +160,7 @@ def _sum(records: Sequence[Tree], key: str) -> Counter[str]:
 
 
 def _sum_dropped(records: Sequence[Sequence[Tree]]) -> tuple[Tree, Counter[str]]:
-    """Return the dropped documents as step -> reason -> source -> number, and as source -> number."""
+    """Add up the dropped documents of all tasks: as step -> reason -> source -> number, and as source -> number."""
     dropped: Tree = {}
     num_dropped: Counter[str] = Counter()
     for record in chain.from_iterable(records):
@@ -214,6 +214,6 @@ def lines_of_lost_sources(report: PrepareReport, output: str) -> list[str]:
 
 
 def remarks_on_shapes(report: PrepareReport) -> list[str]:
-    """Return a line for each source whose kept documents look like no text."""
+    """Return a line for each source whose kept documents look like something else than text, such as base64."""
     shapes = {name: TextShape(**source.get("shape", {})) for name, source in report["sources"].items()}
     return [line for name, shape in shapes.items() if (line := remark_on_shape(f"source {name}", shape))]

@@ -58,7 +58,7 @@ class ReadSources(PipelineStep):
     type = "READER"
 
     def __init__(self, config: PrepareConfig, recorder: DropRecorder) -> None:
-        """Store the settings and the counter. plan.json is read only when a task begins."""
+        """Store the settings. A task looks up its files in plan.json when it begins."""
         super().__init__()
         self._work = Path(config.work)
         self._endpoint_url = config.endpoint_url
@@ -87,7 +87,7 @@ class ReadSources(PipelineStep):
                 self._recorder.add_read(document)
                 yield document
 
-    def _pages(self, file: InputFile, source: SourceSection) -> Iterator[Read]:
+    def _pages(self, file: InputFile, source: SourceSection) -> Iterator[SourceDocument]:
         """Yield every page or document of a file, decoded; an unusable one has the reason in `dropped`."""
         if file.format in PAGE_FORMATS:
             yield from read_pages(file, self._endpoint_url)
@@ -96,17 +96,17 @@ class ReadSources(PipelineStep):
             try:
                 decoded = decode_counted(raw, source.text_field, self._undecodable)
             except SkippedDocument as skipped:
-                yield Read("", skipped.kind)
+                yield SourceDocument("", skipped.kind)
                 continue
             if file.format == "wet":
                 assert raw.fields is not None
-                yield Read(decoded.text, url=raw.fields["url"] or None)
+                yield SourceDocument(decoded.text, url=raw.fields["url"] or None)
             else:
                 yield _read_record(raw, decoded, source)
 
 
-class Read(NamedTuple):
-    """Text and fields of one document; `dropped` is the reason why the document is unusable, None if it is usable."""
+class SourceDocument(NamedTuple):
+    """One document or page of a source as it was read: its text and its fields, or why it is unusable."""
 
     text: str  # or the HTML of a page
     dropped: str | None = None
@@ -116,7 +116,7 @@ class Read(NamedTuple):
     fields: Mapping[str, Any] = {}  # of its record, without the text and the id
 
 
-def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) -> Read:
+def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) -> SourceDocument:
     """Return a decoded document with the address, id and other fields that its JSON record or table row holds."""
     fields: dict[str, Any] = {}
     if raw.is_json:
@@ -133,7 +133,8 @@ def _read_record(raw: RawDocument, decoded: DecodedText, source: SourceSection) 
     own_id = decoded.names.id if source.text_field != "id" else None
     if own_id:
         del fields["id"]
-    return Read(decoded.text, url=name_of_value(url) if isinstance(url, str) else None, id=own_id, fields=fields)
+    address = name_of_value(url) if isinstance(url, str) else None
+    return SourceDocument(decoded.text, url=address, id=own_id, fields=fields)
 
 
 def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], reserved: set[str]) -> dict[str, Any]:
@@ -159,7 +160,10 @@ def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], r
 
 
 def _json_value(value: Any, depth: int = 0) -> Any:
-    """Convert a value to one that JSON can hold: bytes, infinities and NaN become None, other types become text."""
+    """Convert a value to one that JSON can hold: bytes, infinities and NaN become None, other types become text.
+
+    `depth` is the number of lists and dictionaries around the value; those more than 100 deep become None.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -173,7 +177,7 @@ def _json_value(value: Any, depth: int = 0) -> Any:
     return str(value)
 
 
-def read_pages(file: InputFile, endpoint_url: str | None = None) -> Iterator[Read]:
+def read_pages(file: InputFile, endpoint_url: str | None = None) -> Iterator[SourceDocument]:
     """Yield the pages of an HTML or WARC file in order; raise UserError if it is damaged or cut off."""
     kind = kind_of(file.name, with_pages=True)
     assert kind is not None and kind.format in PAGE_FORMATS
@@ -197,7 +201,7 @@ def read_pages(file: InputFile, endpoint_url: str | None = None) -> Iterator[Rea
 
 def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
     """Yield the records of a decompressed WARC file; raise OSError for a damaged record on which warcio fails."""
-    records = iter(ArchiveIterator(_CheckedStream(stream)))
+    records = iter(ArchiveIterator(_CountedStream(stream)))
     while True:
         try:
             record = next(records)
@@ -210,7 +214,7 @@ def _records(stream: io.BufferedIOBase) -> Iterator[Any]:
         yield record
 
 
-def _page_of_record(record: Any) -> Read | None:
+def _page_of_record(record: Any) -> SourceDocument | None:
     """Return the page of a WARC record; None for a record that is no page, such as a request."""
     url = record.rec_headers.get_header("WARC-Target-URI")
     if record.rec_type == "conversion":
@@ -221,9 +225,9 @@ def _page_of_record(record: Any) -> Read | None:
     headers = record.http_headers
     content_type = (headers.get_header("Content-Type") or "") if headers else ""
     if headers is None or content_type.partition(";")[0].strip().lower() not in _HTML_TYPES:
-        return Read("", "not_html", is_html=True, url=url)
+        return SourceDocument("", "not_html", is_html=True, url=url)
     if not headers.get_statuscode().startswith("2"):
-        return Read("", "http_status", is_html=True, url=url)
+        return SourceDocument("", "http_status", is_html=True, url=url)
     return _decoded(body, is_html=True, url=url)
 
 
@@ -235,20 +239,20 @@ def _whole_body(record: Any) -> bytes:
     return body
 
 
-def _decoded(data: bytes, *, is_html: bool, url: str | None) -> Read:
+def _decoded(data: bytes, *, is_html: bool, url: str | None) -> SourceDocument:
     """Decode a page; if it has no text, its `dropped` is "undecodable" or "empty"."""
     if not data.strip():
-        return Read("", "empty", is_html, url)
+        return SourceDocument("", "empty", is_html, url)
     try:
-        return Read(data.decode("utf-8-sig"), None, is_html, url)
+        return SourceDocument(data.decode("utf-8-sig"), None, is_html, url)
     except UnicodeDecodeError:
         if not is_html:
-            return Read("", "undecodable", is_html, url)
+            return SourceDocument("", "undecodable", is_html, url)
     text = decode_file(data)
-    return Read(text, None if text and text.strip() else "undecodable", is_html, url)
+    return SourceDocument(text, None if text and text.strip() else "undecodable", is_html, url)
 
 
-class _CheckedStream(io.RawIOBase):
+class _CountedStream(io.RawIOBase):
     """Decompressed file as a stream for warcio, which needs only the methods `read` and `tell`."""
 
     def __init__(self, stream: io.BufferedIOBase) -> None:

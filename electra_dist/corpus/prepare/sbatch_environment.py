@@ -5,7 +5,7 @@ it. Slurm overwrites such a variable only if its version has it and it applies t
 take over the value of another job, such as its end time or its number of requeues.
 
 How: programs that call sbatch pass it `environment_of_submission`; a batch script that calls sbatch first unsets the
-variables that `left_out` and `HANDED_ON` name.
+variables that `patterns_left_out` and `HANDED_ON` name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def environment_of_submission(environment: Mapping[str, str], script_options: Co
     The new job inherits the returned variables. `script_options` names the options that the batch script sets, such as
     "time"; variables that would overrule these options are left out, too.
     """
-    patterns = left_out(script_options)
+    patterns = patterns_left_out(script_options)
     return {
         name: value
         for name, value in environment.items()
@@ -60,14 +60,17 @@ def environment_of_submission(environment: Mapping[str, str], script_options: Co
     }
 
 
-def left_out(script_options: Collection[str]) -> tuple[str, ...]:
-    """Return shell patterns of the variables that a submitted job must not inherit, unless they are in `HANDED_ON`."""
+def patterns_left_out(script_options: Collection[str]) -> tuple[str, ...]:
+    """Return shell patterns of the variables that a submitted job must not inherit, unless they are in `HANDED_ON`.
+
+    `script_options` names the options of sbatch that the job's script sets.
+    """
     overruling = [name for option, name in _VARIABLE_OF_OPTION.items() if option in script_options]
     return (*_NOT_HANDED_ON, *overruling)
 
 
 def directive(value: object) -> str:
-    """Return the name or the value of an sbatch option, quoted for Slurm's own parser of #SBATCH lines.
+    """Quote the name or the value of an sbatch option for Slurm's own parser of #SBATCH lines.
 
     That parser reads quotes as a shell does, but never takes a backslash literally, not even within single quotes. A
     value with a backslash or a control character is therefore refused with UserError.

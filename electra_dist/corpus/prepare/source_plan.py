@@ -50,7 +50,10 @@ _PLAN = TypeAdapter(Annotated[SourcePlan, BeforeValidator(_without_format)])
 
 
 def make_plan(config: PrepareConfig) -> SourcePlan:
-    """Find the files of all sources, and divide them among the tasks so that each has about the same bytes."""
+    """Find the files of all sources, and divide them among the tasks so that each has about the same bytes.
+
+    Raises UserError if a source has no files.
+    """
     files: list[InputFile] = []
     inputs_skipped: dict[str, dict[str, dict[str, int]]] = {}
     for source in config.sources:
@@ -110,12 +113,12 @@ def write_plan(plan: SourcePlan, work: Path) -> None:
 
 
 def read_plan(work: Path) -> SourcePlan:
-    """Return the plan of a preparation from plan.json in its work folder."""
+    """Return the plan of a preparation from its work folder; raise UserError if plan.json is missing or damaged."""
     return read_document(work / PLAN_FILE, _PLAN, f"delete {work} and prepare again")
 
 
 def _refuse_other_plan(stored: SourcePlan, plan: SourcePlan, path: Path) -> None:
-    """Raise UserError with the first difference between the stored plan and the new one, if they differ."""
+    """Raise UserError, which names the first difference, if the plan stored at `path` is not `plan`."""
     advice = f"set another `work`, or delete {path.parent} and prepare again"
     difference = first_difference(
         {"output": stored.output, **stored.identity}, {"output": plan.output, **plan.identity}

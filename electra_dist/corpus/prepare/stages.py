@@ -68,12 +68,12 @@ def make_stages(config: PrepareConfig) -> list[Stage]:
 
 
 def whole_text(document: Document) -> str:
-    """Return the whole text of a document, for the exact deduplication, which compares hashes of texts."""
+    """Return what the exact deduplication compares by its hash: the whole text of a document."""
     return str(document.text)
 
 
 class _StageList:
-    """Builder of the stages of one preparation, from its config."""
+    """Builder of the stages (datatrove pipelines) of one preparation, from its config."""
 
     def __init__(self, config: PrepareConfig) -> None:
         self.stages: list[Stage] = []
@@ -173,7 +173,10 @@ class _StageList:
         )
 
     def _add_documents(self, name: str, steps: Callable[[DropRecorder], list[Any]]) -> None:
-        """Add a stage that runs these steps and writes documents; the last such stage writes them to the output."""
+        """Add a stage that writes documents after the given steps; the last such stage formats them, for the output.
+
+        `steps` makes the steps from the recorder that counts what they drop.
+        """
         self._documents_left -= 1
         recorder = DropRecorder(self._config.samples_per_filter)
         folder = self._folder(name)
@@ -187,7 +190,7 @@ class _StageList:
         self._newest_documents = folder
 
     def _add_reading(self, name: str, step: Any) -> None:
-        """Add a stage that reads the newest documents and gives them to `step`, which writes their signatures."""
+        """Add a stage in which `step` computes signatures of the documents that an earlier stage wrote last."""
         self._add(name, self._config.executor.tasks, [self._reader(DropRecorder(0)), step])
 
     def _reader(self, recorder: DropRecorder) -> ReadDocuments:

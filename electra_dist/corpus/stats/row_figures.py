@@ -29,7 +29,7 @@ _CONTINUATION = "##"  # begins a word-piece that continues a word
 
 @dataclass
 class RowSample:
-    """Text of one row of the corpus, and the documents from which the row was made."""
+    """One row of a corpus for people to read: the text of each training example in it, and their documents."""
 
     shard: str  # name of the row's shard
     row: int  # number of the row in the shard, from 0
@@ -120,9 +120,9 @@ def _binned(lengths: NDArray[np.integer], seq_len: int) -> NDArray[np.int64]:
 def _lengths_of_examples(
     rows: NDArray[np.integer], starts: NDArray[np.integer], num_tokens: NDArray[np.integer]
 ) -> NDArray[np.int64]:
-    """Return the length of each example in tokens, [examples].
+    """Return the length in tokens of each training example, [examples]; rows hold one example or several.
 
-    An example begins in row `rows[i]` (ascending) at position `starts[i]`.
+    An example begins in row `rows[i]` (ascending) at position `starts[i]`; `num_tokens` is that of each row, [rows].
     """
     ends = num_tokens[rows].astype(np.int64)
     has_next_in_row = rows[:-1] == rows[1:]
@@ -131,7 +131,10 @@ def _lengths_of_examples(
 
 
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
-    """Add the number of tokens of each example to the count of its source, which `table`, an origin file, names."""
+    """Count the tokens of each training example for its source.
+
+    `table` has a line for each example of a shard, with its source; `num_tokens`, [rows], is the tokens of each row.
+    """
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)
     counts = table.select(["source", "record_source"]).append_column("tokens", pyarrow.array(lengths))

@@ -38,7 +38,7 @@ _HIDDEN_SHARE = 0.03
 
 @dataclass(frozen=True)
 class BarChart:
-    """Numbers, each with a label and a bar whose length is a percentage of the width."""
+    """Diagram of the page: numbers, each with a label and a bar whose length is a percentage of the width."""
 
     title: str
     bars: list[tuple[str, str, float]]  # label, number, length in percent
@@ -110,7 +110,7 @@ def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFig
 
 
 def _short_names(report: BuildReport | None) -> dict[str, str]:
-    """Return source -> its name on the page: the shortest path suffixes that are all distinct."""
+    """Return source -> its name on the page: the last folders of its path, as few as make all names differ."""
     if report is None or not report.sources:
         return {}
     endings = shortest_endings([source.split("/") for source in report.sources])
@@ -215,7 +215,7 @@ def _documents_skipped(report: BuildReport) -> list[list[str]]:
 
 
 def _files_with_losses(report: BuildReport) -> list[list[str]]:
-    """Return (reason, file, number of lost documents), each file by the shortest path suffix that is distinct."""
+    """Return the files with most documents left out: (reason, file with as few folders as needed, number)."""
     found = [
         (kind, file, number)
         for kind, skipped in report.documents_skipped.items()
@@ -229,7 +229,7 @@ def _files_with_losses(report: BuildReport) -> list[list[str]]:
 
 
 def _preparation(text: PreparedText) -> tuple[list[list[str]], list[list[str]], list[str]]:
-    """Return the rows of both tables about a preparation, and the names of its sources."""
+    """Return two tables on a preparation, kept documents by source and dropped ones by reason, and its sources."""
     names = list(text.sources)
     kept = [
         [

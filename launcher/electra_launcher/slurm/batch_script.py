@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from electra_dist.config import Config
-from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, directive, left_out
+from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, directive, patterns_left_out
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR
 from electra_launcher.slurm.slurm import job_name, user_options
@@ -102,7 +102,7 @@ def batch_script(submission: Submission) -> str:
         *(f"#SBATCH {_option_text(name, value)}" for name, value in options),
         "",
         *_settings(submission),
-        *_array("left_out", left_out([name for name, _ in options])),
+        *_array("left_out", patterns_left_out([name for name, _ in options])),
         *_array("handed_on", HANDED_ON),
         "",
         "",

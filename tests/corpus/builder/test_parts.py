@@ -49,7 +49,7 @@ def test_any_number_of_parts_in_any_order_gives_the_corpus_of_one_build(
         build_part(request, Part(number, len(order)))
     result = join_parts(request.output, None)
 
-    assert not result.was_there
+    assert not result.was_finished
     assert finished_files(Path(request.output)) == finished_files(Path(whole.output))
 
 
@@ -91,7 +91,7 @@ def test_records_that_a_killed_merge_has_left_are_deleted_by_the_next_one(
 
     merged = take_joined(request.output, None)
 
-    assert merged.was_there and merged.manifest == take_joined(whole.output, None).manifest
+    assert merged.was_finished and merged.manifest == take_joined(whole.output, None).manifest
     assert finished_files(Path(request.output)) == finished_files(Path(whole.output))
 
 

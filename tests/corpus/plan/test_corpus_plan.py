@@ -25,7 +25,7 @@ from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.builder.join_parts import join_parts
 from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.plan import corpus_rates, measurement
-from electra_dist.corpus.plan.corpus_plan import Prices, Workload, machines_needed, plan_corpus, total_requests
+from electra_dist.corpus.plan.corpus_plan import Prices, Workload, machines_needed, plan_corpus
 from electra_dist.corpus.plan.corpus_rates import STEPS, CorpusRates, PrepareRate, measure_rates, read_rates
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
@@ -119,7 +119,7 @@ def test_a_plan_names_the_requests_that_a_build_sends(
         raw_text_bytes=rates.text_bytes,
     )
     plan = plan_corpus(rates, request, work)
-    planned = dataclasses.asdict(total_requests(plan.steps))
+    planned = dataclasses.asdict(plan.whole.requests)
     assert plan.num_groups > 1 and plan.num_shards == len(manifest.shards) > 10
     for kind, number in planned.items():
         assert number == pytest.approx(sent[kind], rel=0.02, abs=_SINGLE_REQUESTS), kind
@@ -132,7 +132,7 @@ def test_the_requests_of_a_terabyte_are_few_beside_the_readings_of_spill_files()
     plan = plan_corpus(
         make_rates(), request, make_work(1e12, input_bytes=16_000 * request.group_bytes, num_files=16_000)
     )
-    requests = total_requests(plan.steps)
+    requests = plan.whole.requests
     print(f"\n{plan.num_groups:,} groups, {plan.num_spills:,} spill files, {plan.num_buckets:,} buckets, ", end="")
     print(f"{plan.num_shards:,} shards: {dataclasses.asdict(requests)}")
     assert plan.num_groups == 16_000

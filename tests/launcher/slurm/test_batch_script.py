@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.config.load import load_config
-from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, environment_of_submission, left_out
+from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, environment_of_submission, patterns_left_out
 from electra_dist.errors import UserError
 
 LARGE = load_config(Path(__file__).parents[3] / "configs" / "large_25pct_mask.yaml", ["run_dir=/shared/runs/large"])
@@ -158,7 +158,7 @@ def test_bash_reads_every_quoted_value_of_the_settings_back_exactly(run_dir: str
     assert shown.stdout.decode("utf-8").split("\0")[:-1] == [f"/r{run_dir}", *files, python, work_dir]
 
 
-PATTERNS = left_out(["time"])
+PATTERNS = patterns_left_out(["time"])
 OF_THE_USER = ("HOME", "SBATCH_QOS", "RANKS", "MY_RANK", "Sessions")
 NAMES = st.sampled_from([*(pattern.replace("*", "X") for pattern in PATTERNS), *HANDED_ON, *OF_THE_USER])
 VALUES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=9)

@@ -186,7 +186,7 @@ def _print_result(output: str, result: JoinedCorpus, console: Console) -> None:
 
 
 def _outcome(result: JoinedCorpus) -> str:
-    if result.was_there:
+    if result.was_finished:
         return "already built, nothing to do"
     if result.resumed_shards:
         number = "1 shard was" if result.resumed_shards == 1 else f"{result.resumed_shards:,} shards were"

@@ -80,7 +80,7 @@ def plan(
     files = search_inputs(inputs, config.data.endpoint_url).files if inputs else []
     console = Console(stderr=True, soft_wrap=True)
     measurement = Measurement(config=config, files=files, vocab=vocab, text_field=text_field, preparation=preparation)
-    rates = read_rates(rates_file) if rates_file else measurement.kept_or_new(console, again=measure)
+    rates = read_rates(rates_file) if rates_file else measurement.stored_or_measured(console, again=measure)
     if files and tokens is None:
         work = workload_of_files(rates, files, kept=kept)
     else:
