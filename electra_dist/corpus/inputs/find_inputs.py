@@ -255,22 +255,13 @@ class _Search:
 
 
 def _files_in_folder(folder: Path, skipped: Counts, *, with_pages: bool) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the path of each file of known kind below a folder; count everything else.
-
-    Real folders are searched first, sorted by path, then folders that a link leads to. A folder that was searched
-    before is not searched again, which also ends cycles of links. If a folder is reached by a real path and by a link,
-    its files therefore have the names of the real path.
-    """
-    searched: set[tuple[int, int]] = set()  # device and inode of the folders
-    waiting = deque([folder])
-    while waiting:
-        for path in sorted(_walk(waiting.popleft(), folder, searched, waiting, skipped)):
-            name = path.relative_to(folder).as_posix()
-            reason = _reason_to_skip(path, name, with_pages)
-            if reason is None:
-                yield name, path
-            else:
-                skipped.skip_input(reason, name)
+    """Yield the name below a folder and the path of each of its files that is to be read; count everything else."""
+    for name, path in _FolderSearch(folder, skipped).files():
+        reason = _reason_to_skip(path, name, with_pages)
+        if reason is None:
+            yield name, path
+        else:
+            skipped.skip_input(reason, name)
 
 
 def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
@@ -289,34 +280,49 @@ def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
     return "no_data" if is_no_data(name) else None
 
 
-def _walk(
-    start: Path, root: Path, searched: set[tuple[int, int]], linked: deque[Path], skipped: Counts
-) -> Iterator[Path]:
-    """Yield the paths of all visible files in the folder `start` and its real sub-folders; no link is followed.
+class _FolderSearch:
+    """Search for the visible files below a folder: first in real folders, then in folders that links lead to.
 
-    Three arguments are changed. `searched` gets device and inode of each folder, and `linked` gets the links to
-    folders, for the caller to follow later. `skipped` counts hidden entries and folders searched before, by names
-    relative to `root`.
+    No folder is searched twice, which also ends cycles of links. If a folder is reached by a real path and by a link,
+    its files therefore have the names of the real path.
     """
-    waiting = [start]
-    while waiting:
-        folder = waiting.pop()
-        status = folder.stat()
-        identity = (status.st_dev, status.st_ino)
-        if identity in searched:
-            skipped.skip_input("read_before", folder.relative_to(root).as_posix())
-            continue
-        searched.add(identity)
-        for entry in _entries(folder):
-            path = folder / entry.name
-            if entry.name.startswith("."):
-                skipped.skip_input("hidden", path.relative_to(root).as_posix())
-            elif entry.is_dir(follow_symlinks=False):
-                waiting.append(path)
-            elif entry.is_symlink() and os.path.isdir(path):  # False, not an error, for a link in a circle
-                linked.append(path)
-            else:
-                yield path
+
+    def __init__(self, root: Path, skipped: Counts) -> None:
+        self._root = root
+        self._skipped = skipped  # gets hidden entries, and folders that are reached again
+        self._waiting = deque([root])  # this folder, then the links to folders that are found
+        self._searched: set[tuple[int, int]] = set()  # device and inode of the folders
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Yield the name below the folder and the path of each file, sorted within what one link leads to."""
+        while self._waiting:
+            for path in sorted(self._files_below(self._waiting.popleft())):
+                yield self._name(path), path
+
+    def _files_below(self, start: Path) -> Iterator[Path]:
+        """Yield the paths of the files in `start` and its real sub-folders; put links to folders off."""
+        waiting = [start]
+        while waiting:
+            folder = waiting.pop()
+            status = folder.stat()
+            identity = (status.st_dev, status.st_ino)
+            if identity in self._searched:
+                self._skipped.skip_input("read_before", self._name(folder))
+                continue
+            self._searched.add(identity)
+            for entry in _entries(folder):
+                path = folder / entry.name
+                if entry.name.startswith("."):
+                    self._skipped.skip_input("hidden", self._name(path))
+                elif entry.is_dir(follow_symlinks=False):
+                    waiting.append(path)
+                elif entry.is_symlink() and os.path.isdir(path):  # False, not an error, for a link in a circle
+                    self._waiting.append(path)
+                else:
+                    yield path
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._root).as_posix()
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

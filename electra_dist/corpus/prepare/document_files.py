@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,7 @@ class WriteDocuments(PipelineStep):
         """Write all documents of `data`, then their counts; yield nothing."""
         name = file_of_task(rank)
         unfinished = self._folder / _UNFINISHED_DIR / name
-        make_folder(unfinished.parent)
-        level = _WORK_COMPRESSION if self._output is None else _OUTPUT_COMPRESSION
-        with unfinished.open("wb") as raw:
-            with gzip.GzipFile("", "wb", level, raw, mtime=0) as out:
-                for document in data:
-                    self._recorder.add_written(document)
-                    out.write(_line_of(document))
-            raw.flush()
-            os.fsync(raw.fileno())
+        self._write(data, unfinished)
         record = self._recorder.as_json()
         record["file"] = {
             "name": f"{DOCUMENTS_DIR}/{name}",
@@ -111,6 +103,18 @@ class WriteDocuments(PipelineStep):
         with replacing(self._folder / RECORDS_DIR / record_of_task(rank)) as out_record:
             out_record.write(json.dumps(record).encode())
         yield from ()
+
+    def _write(self, documents: Iterable[Document], path: Path) -> None:
+        """Write documents to a compressed file, count them, and wait until the file is on the disk."""
+        make_folder(path.parent)
+        level = _WORK_COMPRESSION if self._output is None else _OUTPUT_COMPRESSION
+        with path.open("wb") as raw:
+            with gzip.GzipFile("", "wb", level, raw, mtime=0) as out:
+                for document in documents:
+                    self._recorder.add_written(document)
+                    out.write(_line_of(document))
+            raw.flush()
+            os.fsync(raw.fileno())
 
     def _publish(self, unfinished: Path, name: str) -> None:
         """Move a finished file to its place: the stage's folder, or the output of the preparation."""

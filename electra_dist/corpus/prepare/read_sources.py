@@ -148,15 +148,14 @@ def metadata_of_record(fields: Mapping[str, Any], set_here: Mapping[str, Any], r
     added = {key: value for key, value in fields.items() if key not in set_here or value != set_here[key]}
     values = {key: _json_value(value) for key, value in added.items()}
     inner = values.pop("metadata") if isinstance(values.get("metadata"), dict) else {}
-    hidden = {key: value for key, value in values.items() if key in reserved and value is not None}
-    inner_hidden = {key: value for key, value in inner.items() if key in reserved or key in values}
-    if inner_hidden:
-        hidden["metadata"] = inner_hidden
     metadata = {key: value for key, value in {**inner, **values}.items() if key not in reserved}
+    hidden = {key: value for key, value in values.items() if key in reserved and value is not None}
+    hidden_inner = {key: value for key, value in inner.items() if key in reserved or key in values}
+    if hidden_inner:
+        hidden["metadata"] = hidden_inner
     if hidden:
         metadata[RECORD] = hidden
-    metadata.update(set_here)
-    return metadata
+    return {**metadata, **set_here}
 
 
 def _json_value(value: Any, depth: int = 0) -> Any:
