@@ -22,6 +22,7 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.metrics import parse_metric
 from electra_dist.run.records import read_records
+from electra_dist.train.guard import SkipList
 
 MAX_SHOWN = 50  # rows that the table lists
 _MAX_DOCUMENTS = 3  # documents of a row that the table lists
@@ -86,8 +87,6 @@ def steps_of_rows(
     `shards` has the shard number of each row, over all corpora of the run. The run folder `run` tells which step was
     the last one done, and which steps are skipped.
     """
-    from electra_dist.train.guard import SkipList
-
     global_batch = config.train.global_batch
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, global_batch)
     skipped = SkipList(run, config.train.skip_steps).steps
