@@ -30,6 +30,14 @@ class _Form(NamedTuple):
     least: int  # tokens of it that a row must have one after another
 
 
+class FoundRun(NamedTuple):
+    """Run of consecutive tokens of a text that a row holds, the longest one of this text and row."""
+
+    text: int  # index of the text
+    row: int  # number of the row
+    num_tokens: int
+
+
 class TokenRuns:
     """Searcher for runs of at least `least` consecutive tokens of texts; a shorter text must occur as a whole."""
 
@@ -54,12 +62,8 @@ class TokenRuns:
             table[_first_bits(np.fromiter(forms_of_hash, np.uint64))] = True
             self._tables[length] = table
 
-    def find(self, rows_MS: NDArray[np.integer]) -> Iterator[tuple[int, int, int]]:
-        """Yield (index of the text, number of the row, length of the run) for each text and row that match.
-
-        They match if the row has enough tokens of the text one after another; the length is that of the longest run.
-        `rows_MS` holds M rows of S ids.
-        """
+    def find(self, rows_MS: NDArray[np.integer]) -> Iterator[FoundRun]:
+        """Yield the longest run for each text and row that match; `rows_MS` holds M rows of S ids."""
         rows_of_a_block = max(1, _BLOCK_TOKENS // rows_MS.shape[1])
         for first in range(0, len(rows_MS), rows_of_a_block):
             block = rows_MS[first : first + rows_of_a_block]
@@ -71,7 +75,7 @@ class TokenRuns:
                 if longest >= form.least:
                     longest_runs[form.text, row] = max(longest, longest_runs.get((form.text, row), 0))
             for (text, row), longest in longest_runs.items():
-                yield text, first + row, longest
+                yield FoundRun(text, first + row, longest)
 
     def _candidates(self, rows_MS: NDArray[np.integer]) -> set[tuple[int, int]]:
         """Return pairs (row, index of a form) that may match, because a run of each has the same hash."""

@@ -279,7 +279,7 @@ def _run_stages(config: PrepareConfig, folder: Path, files: Sequence[InputFile],
 
     `folder` gets its files; the input `files` replace the sources of `config`.
     """
-    from datatrove.utils.logging import logger
+    from datatrove.utils.logging import logger  # an optional package, which a plan without --prepare does not need
 
     from electra_dist.corpus.prepare.preparation import check
     from electra_dist.corpus.prepare.source_plan import write_plan

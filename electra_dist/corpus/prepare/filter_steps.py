@@ -229,7 +229,7 @@ def read_list(path: Path | None) -> list[str]:
 
 def load_model(path: Path) -> Any:
     """Load a fastText model; raise UserError if the file is not one."""
-    from fasttext.FastText import _FastText
+    from fasttext.FastText import _FastText  # needed by two of the filters only
 
     try:
         check_regular(path)
