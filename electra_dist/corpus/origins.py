@@ -239,7 +239,7 @@ def open_origins(store: Store, manifest: CorpusManifest) -> Origins | None:
 
 
 class RowDocument(NamedTuple):
-    """Document from which one training example of a row was made."""
+    """Document from which one training example of a row was made, and where the example begins."""
 
     start: int  # position of the example's first token in the row, from 0
     source: str  # source that the document's record names; without one, the source of its input file

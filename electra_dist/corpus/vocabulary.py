@@ -222,7 +222,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:
 
 
 def _lines_after_spaces(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of texts, all but a text's first one with a space before it: its line end, as in a corpus."""
+    """Yield the lines of texts; each but a text's first begins with a space, which replaces the line end before it."""
     for text in texts:
         for number, line in enumerate(text.splitlines()):
             yield line if number == 0 else " " + line

@@ -172,7 +172,7 @@ class _PartOfBuild:
         return resumed_shards
 
     def _keep_origins(self, with_origins: bool) -> None:
-        """Keep to the `corpus.origins` with which this build was begun; say so if the request has another value."""
+        """Use the `corpus.origins` with which this build was begun; print a line if the request has another value."""
         if self._request.corpus.origins == with_origins:
             return
         self._console.say(

@@ -64,7 +64,7 @@ def chunk_seed(seed: int, bucket: int, chunk: int, stream: int) -> int:
 
 
 def cell_of(key: int) -> int:
-    """Return the cell of a 64-bit shuffle key: the number, from 0, of the 1/4096 of all keys in which it lies."""
+    """Return the cell of a document: its shuffle key's upper 12 bits, which divide all keys into 4,096 ranges."""
     return key >> _CELL_SHIFT
 
 

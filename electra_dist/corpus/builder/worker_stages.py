@@ -74,7 +74,7 @@ class ReadTask(NamedTuple):
 
 
 class InputReader:
-    """Function object with which a worker reads groups of input files and writes their documents to spill files."""
+    """Function object with which a worker reads groups of input files and sorts their documents into spill files."""
 
     def __init__(self, request: BuildRequest) -> None:
         self._request = request

@@ -212,7 +212,7 @@ def _only_process(work: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(config: PrepareConfig, stage: Stage, report: Report) -> Iterator[None]:
-    """Report the completed tasks of a stage twice a second while the block runs."""
+    """Call `report` with the completed tasks of a stage twice a second while the block runs, and at its end."""
     ended = threading.Event()
 
     def watch() -> None:

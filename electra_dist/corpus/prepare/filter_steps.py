@@ -239,7 +239,7 @@ def load_model(path: Path) -> Any:
 
 
 def check_labels(key: str, labels: Iterable[str], model: Path) -> None:
-    """Raise UserError if a fastText model lacks one of the labels that the config's `key` names."""
+    """Raise UserError, which names the config's `key` and the nearest label, if a fastText model lacks a label."""
     known = [label.removeprefix("__label__") for label in load_model(model).labels]
     for label in labels:
         if label not in known:

@@ -252,7 +252,7 @@ def _decoded(data: bytes, *, is_html: bool, url: str | None) -> SourceDocument:
 
 
 class _CountedStream(io.RawIOBase):
-    """Decompressed file as a stream for warcio, which needs only the methods `read` and `tell`."""
+    """Stream that counts the bytes read from a decompressed file, for warcio, which needs only `read` and `tell`."""
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
         self._stream = stream

@@ -175,7 +175,7 @@ class _StageList:
     def _add_documents(self, name: str, steps: Callable[[DropRecorder], list[Any]]) -> None:
         """Add a stage that writes documents after the given steps; the last such stage formats them, for the output.
 
-        `steps` makes the steps from the recorder that counts what they drop.
+        `steps` returns these steps; it gets the recorder that counts what they drop.
         """
         self._documents_left -= 1
         recorder = DropRecorder(self._config.samples_per_filter)

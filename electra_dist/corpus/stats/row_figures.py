@@ -133,7 +133,7 @@ def _lengths_of_examples(
 def _add_sources(figures: RowFigures, table: pyarrow.Table, num_tokens: NDArray[np.int64]) -> None:
     """Count the tokens of each training example for its source.
 
-    `table` has a line for each example of a shard, with its source; `num_tokens`, [rows], is the tokens of each row.
+    `table` has a line for each example of a shard, with its source. `num_tokens` has the tokens of each row, [rows].
     """
     rows = table.column("row").to_numpy()
     lengths = _lengths_of_examples(rows, table.column("start").to_numpy(), num_tokens)

@@ -88,7 +88,7 @@ def _build_tables(report: BuildReport, short_names: Mapping[str, str]) -> dict[s
 
 
 def _tiles(manifest: CorpusManifest, report: BuildReport | None, figures: RowFigures) -> list[Tile]:
-    """Return the tiles at the top of the page, each as (title, figure, remark)."""
+    """Return the key figures at the top of the page, such as tokens and padding, each as (title, figure, remark)."""
     num_positions = manifest.num_rows * manifest.seq_len
     num_examples = sum(number * rows for number, rows in figures.rows_by_examples.items())
     tiles = [
@@ -229,7 +229,7 @@ def _files_with_losses(report: BuildReport) -> list[list[str]]:
 
 
 def _preparation(text: PreparedText) -> tuple[list[list[str]], list[list[str]], list[str]]:
-    """Return two tables on a preparation, kept documents by source and dropped ones by reason, and its sources."""
+    """Return the rows of two tables on a preparation (documents by source, drops by reason), and its source names."""
     names = list(text.sources)
     kept = [
         [
