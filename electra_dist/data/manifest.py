@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import os
+import shlex
 from collections import Counter
 from typing import Annotated, Any, Literal
 
@@ -173,7 +174,7 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
         place = f" (relative to the current folder, {os.getcwd()})" if is_relative else ""
         raise StoreMissing(
             f"{url}: no finished corpus; build it with `electra-dist corpus build --input TEXT --config CONFIG "
-            f"--output {store.url}`, or correct {key}{place}"
+            f"--output {shlex.quote(store.url)}`, or correct {key}{place}"
         )
     if not manifest.shards:
         raise UserError(f"{url}: the corpus has no shards; build it again from more text")

@@ -28,6 +28,7 @@ import errno
 import os
 import re
 import secrets
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -254,7 +255,7 @@ def take_lease(
         elif is_renewed and now - begin > take_over_s:
             raise UserError(
                 f"run_dir {run_dir}: another start trains in this folder: {newest.description}; wait until it ends, "
-                f"stop it with `touch {run_dir / STOP_FILE}`, or set another run_dir"
+                f"stop it with `touch {shlex.quote(str(run_dir / STOP_FILE))}`, or set another run_dir"
             )
         elif now - begin > _SAY_AFTER_S and not has_said:
             has_said = True

@@ -5,8 +5,8 @@ are on the disk. A torn last line of a killed process is dropped. Events are nev
 are repeated after a crash: the ledger keeps the history, metrics.jsonl keeps the result of each step once. The records
 of a run's Slurm jobs, slurm/jobs.jsonl, are kept likewise; `history.py` reads both.
 
-Limits: one writer (rank 0; of the jobs, the node that runs the batch script). The ledger only records; `launcher`
-decides about restarts.
+Limits: one writer at a time (rank 0, or node 0's supervisor after it has killed the ranks; of the jobs, the node that
+runs the batch script). The ledger only records; `launcher` decides about restarts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _JOB_RECORDS: dict[str, type[JobRecord]] = {"submit": JobSubmitted, "begin": Job
 
 
 class Ledger:
-    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. Only rank 0 has one.
+    """Writer of ledger.jsonl, the history of a run's starts, checkpoints and ends. One process has one at a time.
 
     Two threads may use it: the step loop and the checkpoint writer. An event that the disk refuses stays in memory and
     is written before the next one; never append it again.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -173,9 +174,10 @@ class Reporter:
         """
         record = self._step_recorder.record_of(done, result, waited_s, receipt, look)
         if look.slow_ranks:
+            config = shlex.quote(str(self._run_dir / CONFIG_FILE))
             self.note(
                 f"step {done:,}: ranks {look.slow_ranks} were slower than the others at the last three log steps; "
-                f"check their nodes with python -m electra_launcher.preflight --config {self._run_dir / CONFIG_FILE}"
+                f"check their nodes with python -m electra_launcher.preflight --config {config}"
             )
         if result.overflow:
             self._note_overflow(done - 1, result)

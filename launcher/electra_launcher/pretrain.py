@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +106,7 @@ def _write_report(run_dir: Path) -> None:
     except Exception as error:  # noqa: BLE001  (the exit code must be that of the training, whatever the report does)
         message = (
             f"report.html was not written ({type(error).__name__}: {error}); the run is not affected; try again with "
-            f"`electra-dist report {run_dir}`"
+            f"`electra-dist report {shlex.quote(str(run_dir))}`"
         )
         print(printable(message), file=sys.stderr, flush=True)
 

@@ -141,7 +141,7 @@ def verify(
         out.print(f"{num_good} of {len(chosen)} checkpoints are good")
     if num_good < len(chosen):
         if not as_json:
-            out.print(f"next: electra-dist checkpoint repair {shlex.quote(str(path))}", soft_wrap=True)
+            out.print(f"next: electra-dist checkpoint repair {shlex.quote(path)}", soft_wrap=True)
         raise typer.Exit(EXIT_CRASH)
 
 
@@ -163,9 +163,7 @@ def _checkpoints_to_verify(path: str, step: int | None, endpoint_url: str | None
                 chosen.append(found)
     if not chosen:
         wanted = "" if step is None else f" of step {step}"
-        raise UserError(
-            f"{path}: no checkpoint{wanted} to verify; run `electra-dist checkpoint list {path}` to see what there is"
-        )
+        raise UserError(f"{path}: no checkpoint{wanted} to verify; {_advice_to_list(path)}")
     return chosen
 
 
@@ -359,6 +357,10 @@ def _open_side(path: str, endpoint_url: str | None) -> CheckpointReader:
     return reader
 
 
+def _advice_to_list(path: str) -> str:
+    return f"run `electra-dist checkpoint list {shlex.quote(path)}` to see what there is"
+
+
 # Stores and checkpoints that PATH names
 
 
@@ -409,7 +411,5 @@ def find_checkpoint(path: str, endpoint_url: str | None = None) -> Checkpoint:
         return Checkpoint(*step_and_attempt, open_store(parent or ".", endpoint_url))
     found = checkpoints(find_targets(path, endpoint_url))
     if not found:
-        raise UserError(
-            f"{path}: no committed checkpoint; run `electra-dist checkpoint list {path}` to see what there is"
-        )
+        raise UserError(f"{path}: no committed checkpoint; {_advice_to_list(path)}")
     return found[0]

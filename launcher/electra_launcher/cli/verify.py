@@ -6,6 +6,7 @@ The command computes the receipts that this order gives and compares them with t
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -102,7 +103,7 @@ def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]],
                 owner.check(state, checkpoint.store.url)
             states.append((checkpoint.url, state))
         except TornCheckpoint as error:
-            advice = f"run `electra-dist checkpoint repair {config.run_dir}`"
+            advice = f"run `electra-dist checkpoint repair {shlex.quote(config.run_dir)}`"
             damaged.append(f"checkpoint {checkpoint.url} is damaged ({error}); {advice}")
     return states, damaged
 

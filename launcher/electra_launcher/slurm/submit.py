@@ -81,9 +81,8 @@ def _check_run(config: Config, options: JobOptions, command: str) -> Submission:
     ledger = read_ledger(run_dir)
     check_job_length(options.time_limit, options.signal_ahead_s, ledger)
     if any(event.event == "done" for event in ledger):
-        raise UserError(
-            f"run {config.run_dir} is finished; run `electra-dist export {config.run_dir}`, or set another run_dir"
-        )
+        export = f"electra-dist export {shlex.quote(config.run_dir)}"
+        raise UserError(f"run {config.run_dir} is finished; run `{export}`, or set another run_dir")
     if not is_run_folder(run_dir):
         check_new_run(config)
     check_numerics(run_dir, config.numerics, options.accept_new_numerics)

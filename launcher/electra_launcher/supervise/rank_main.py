@@ -56,16 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.enable()  # A fault such as SIGSEGV prints the stacks to stderr.
     stack_file = (args.state / f"stack-{rank}").open("wb", buffering=0)
     faulthandler.register(STACK_SIGNAL, file=stack_file)
-    pipe = args.state / f"ask-{rank}"
-    unopened = pipe.with_suffix(".tmp")
-    os.mkfifo(unopened)
-    requests = os.open(unopened, os.O_RDWR | os.O_NONBLOCK)
-    unopened.rename(pipe)  # Only now, so that no request is written into a pipe that nobody has open.
+    requests = _make_pipe(args.state / f"ask-{rank}")
     watch = threading.Thread(
         target=_watch, args=(args.supervisor, rank, requests, stack_file), name="supervisor-watch", daemon=True
     )
     watch.start()
     return pretrain.main(pretrain_arguments)
+
+
+def _make_pipe(path: Path) -> int:
+    """Make a named pipe and return its descriptor; `path` exists only once this process has the pipe open."""
+    unopened = path.with_suffix(".tmp")
+    os.mkfifo(unopened)
+    descriptor = os.open(unopened, os.O_RDWR | os.O_NONBLOCK)
+    unopened.rename(path)
+    return descriptor
 
 
 def _watch(supervisor: int, rank: int, requests: int, stack_file: BinaryIO) -> None:

@@ -174,8 +174,7 @@ class Rendezvous:
         """
         for node, report in self._others().items():
             if report.final and report.start in (self.number - 1, self.number):
-                is_for_all = report.code in (EXIT_CRASH, EXIT_USER_ERROR)
-                return node, report.code if is_for_all and report.code is not None else EXIT_STOPPED
+                return node, report.code if report.code in (EXIT_CRASH, EXIT_USER_ERROR) else EXIT_STOPPED
         return None
 
     def taken_over(self) -> str:
@@ -256,13 +255,16 @@ class Rendezvous:
 
         A report that cannot be read now is left out.
         """
-        nodes = [0] if self._node != 0 else []
-        if self._node == 0:
-            with contextlib.suppress(OSError):  # The folder does not exist yet, or cannot be read now.
-                names = [_FILE_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
-                nodes = sorted(int(name["node"]) for name in names if name is not None and int(name["node"]) != 0)
-        reports = {node: self._read(node) for node in nodes}
+        reports = {node: self._read(node) for node in (self._nodes_with_files() if self._node == 0 else [0])}
         return {node: report for node, report in reports.items() if report is not None}
+
+    def _nodes_with_files(self) -> list[int]:
+        """Return the numbers of the nodes other than 0 that have a file in the folder of this job, ascending."""
+        try:
+            names = [_FILE_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
+        except OSError:  # The folder does not exist yet, or cannot be read now.
+            return []
+        return sorted({int(name["node"]) for name in names if name is not None} - {0})
 
     def _read(self, node: int) -> NodeReport | None:
         """Return a node's report; None if there is none, or if it is damaged or cannot be read now."""

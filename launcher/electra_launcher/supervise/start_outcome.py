@@ -128,6 +128,12 @@ class FailedStart:
     num_killed_for_memory: int  # processes of this node that the kernel killed meanwhile
     global_batch: int  # rows of a step
 
+    def positions_of(self, rank: int, step: int) -> list[int]:
+        """Return the positions, in the run's order of rows, of the first and the last row of `rank` in `step`."""
+        num_rows = self.global_batch // self.placement.num_ranks
+        first = step * self.global_batch + rank * num_rows
+        return [first, first + num_rows - 1]
+
 
 def explain(start: FailedStart, beats: Sequence[Beat], earlier: Sequence[Failure]) -> Failure | None:
     """Return why a start has failed on this node; None if it failed only because ranks of other nodes did.
@@ -149,15 +155,12 @@ def explain(start: FailedStart, beats: Sequence[Beat], earlier: Sequence[Failure
     if found is None:
         return None
     rank, finding = found
+    step = positions = None
     beat = newest.get(rank)
-    step = None
-    positions = None  # first and last row of this rank in the step, in the order of the data
     if beat is not None and beat.phase != "setup":
         step = beat.step
         if beat.phase == "step":
-            num_rows = start.global_batch // start.placement.num_ranks
-            first = step * start.global_batch + rank * num_rows
-            positions = [first, first + num_rows - 1]
+            positions = start.positions_of(rank, step)
     return Failure(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         start=start.name,

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,11 +40,11 @@ from electra_dist.errors import (
 )
 from electra_dist.escapes import printable
 from electra_dist.run.failures import Failure, read_failures, record_failure
-from electra_dist.run.folder import MEETING_DIR, supervise_log
+from electra_dist.run.folder import MEETING_DIR, STOP_FILE, supervise_log
 from electra_dist.run.heartbeat import delete_preflight_heartbeat, hang_limits, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
-from electra_dist.run.ledger import LedgerEvent, read_jobs, read_ledger
+from electra_dist.run.ledger import Ledger, LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.process_table import mark_of, marked_pids, node_name
 from electra_dist.run.strikes import Strike, add_strike, read_strikes
 from electra_dist.store.atomic_files import lock_file, writable
@@ -53,6 +53,7 @@ from electra_dist.train.stop_request import JobEndTime
 from electra_launcher.preflight.findings import exit_code, strike_of
 from electra_launcher.preflight.node_check import check_gpus, preflight
 from electra_launcher.supervise.hang_report import nccl_environment
+from electra_launcher.supervise.notify import event_of, notify
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, kill_marked
 from electra_launcher.supervise.rendezvous import Rendezvous
@@ -69,9 +70,6 @@ from electra_launcher.supervise.wait_for_ranks import ReceivedSignals, StartMoni
 
 _TAKE_OVER_S = 180.0  # how long a new job waits for the supervisor of the previous job, which must end its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
-_NOTIFY_S = 30.0  # after which the command `cluster.notify` is killed
-# Exit code of the supervisor -> the event. A run that was stopped on purpose (75) needs no person.
-EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "error", EXIT_CRASH: "no_progress"}
 
 
 class Supervisor:
@@ -201,7 +199,7 @@ class Supervisor:
             except LeaseLost as error:
                 return StartOutcome(code=EXIT_USER_ERROR, why=str(error))
         if self._failure is not None and self._failure.repeated:
-            why = f"{self._failure.account}; see `electra-dist why {self._run_dir}`"
+            why = f"{self._failure.account}; see `electra-dist why {shlex.quote(str(self._run_dir))}`"
             return StartOutcome(code=EXIT_USER_ERROR, why=why)
         # Only node 0 checks the number, because the other nodes follow its starts and its end. The number grows by one
         # at a time, so it reaches the limit and never exceeds it.
@@ -251,6 +249,7 @@ class Supervisor:
         result = outcome(end)
         if self._signals.interrupts > 1 and result.code == EXIT_CRASH:
             why = "SIGINT received twice: ended without a save; the next start goes on from the newest checkpoint"
+            self._record_end_without_save(ranks.pids(), why)
             return StartOutcome(code=EXIT_STOPPED, why=why)
         has_failed = result.code not in (EXIT_DONE, EXIT_STOPPED) or result.ends_alone
         if has_failed and not self._signals.number:
@@ -258,6 +257,19 @@ class Supervisor:
         if why_killed and result.code == EXIT_CRASH:
             return StartOutcome(code=EXIT_CRASH, why=f"{result.why} ({why_killed})")
         return result
+
+    def _record_end_without_save(self, pids: Mapping[int, int], why: str) -> None:
+        """Append the event "crash" to the ledger in place of rank 0, which was killed: the run would seem to live on.
+
+        `pids` maps the ranks of this node to their process ids. Only node 0 does so; an unusable disk is ignored.
+        """
+        if self._lease is None:
+            return
+        with contextlib.suppress(UserError, StorageLost):
+            steps = [beat.step for beat in read_heartbeats(self._run_dir, pids) if beat.pid == pids[beat.rank]]
+            if steps:  # Otherwise no rank has begun.
+                with contextlib.closing(Ledger(self._run_dir, self._patience)) as ledger:
+                    ledger.append("crash", max(steps), why=why)
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
         """Return how the ranks ended; if all ended well, wait up to 60 s until the ledger has the event for it."""
@@ -376,12 +388,8 @@ class Log:
         try:
             os.write(self._file, f"{now} {printable(text)}\n".encode())
         except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
-            print(
-                printable(
-                    f"supervise: the log file cannot be written ({error.strerror}); free space in the run folder"
-                ),
-                flush=True,
-            )
+            problem = f"the log file cannot be written ({error.strerror}); free space in the run folder"
+            print(printable(f"supervise: {problem}"), flush=True)
 
 
 @patient
@@ -403,58 +411,6 @@ def lock_node(run_dir: Path, node: int, *, patience: Patience | None = None) -> 
     except BlockingIOError:
         raise UserError(
             f"{path}: another supervisor of this run is active on this node; wait until it ends, or stop it with "
-            f"`touch {run_dir}/stop`"
+            f"`touch {shlex.quote(str(run_dir / STOP_FILE))}`"
         ) from None
     return descriptor
-
-
-def event_of(code: int, node: int) -> str | None:
-    """Return the event, such as "done", to report when the supervisor of `node` ends with `code`, or None.
-
-    Node 0 reports how the run ended, another node only that it is unhealthy. If both report, the user's command runs
-    twice.
-    """
-    if node != 0 and code != EXIT_UNHEALTHY:
-        return None
-    return EVENTS.get(code)
-
-
-def notify(
-    command: str,
-    run_dir: Path,
-    event: str,
-    reason: str,
-    code: int,
-    log: Callable[[str], None],
-    timeout_s: float = _NOTIFY_S,
-) -> None:
-    """Run the user's command with the event in environment variables; log one line if it fails or hangs.
-
-    Blocks until the command ends. After `timeout_s` seconds, the command and its children are killed. Whatever it
-    does, the run and the supervisor's exit code stay as they are.
-    """
-    variables = {
-        "ELECTRA_DIST_RUN_DIR": str(run_dir.absolute()),
-        "ELECTRA_DIST_EVENT": event,
-        "ELECTRA_DIST_REASON": reason,
-        "ELECTRA_DIST_EXIT_CODE": str(code),
-    }
-    try:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
-            env=os.environ | variables,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # so that the command and its children can be killed together
-        )
-    except OSError as error:
-        log(f"cluster.notify cannot be started ({error.strerror}); check the command in the config")
-        return
-    try:
-        exit_code = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        log(f"cluster.notify did not end within {timeout_s:.0f} s and was killed; check the command in the config")
-        return
-    if exit_code != 0:
-        log(f"cluster.notify ended with exit code {exit_code}; check the command in the config")

@@ -15,7 +15,9 @@ from electra_launcher.preflight.node_check import preflight
 from support.real_runs import REPOSITORY, read_losses
 from support.supervised_runs import FAKE, REAL, supervised
 
+from electra_dist.run.history import RunEvidence, run_state
 from electra_dist.run.lease import read_owner
+from electra_dist.run.ledger import read_ledger
 from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import read_strikes
 
@@ -168,6 +170,10 @@ def test_a_second_interrupt_ends_ranks_that_ignore_the_first(tiny_config: MakeCo
         assert run.end(10) == 75, run.story()
         assert run.pids() == []
         assert "without a save" in run.log()[-1] and read_owner(run_dir) is None
+        (crash,) = run.events("crash")
+        assert crash.step >= 3 and "SIGINT received twice" in crash.why
+    just_alive = RunEvidence(now=time.time(), sign_of_life=time.time(), patience_s=60.0)
+    assert run_state(read_ledger(run_dir), just_alive) == "dead", "killed ranks must not seem to live for a minute"
 
 
 def test_two_nodes_start_again_together_after_one_loses_a_rank(tiny_config: MakeConfig, tmp_path: Path) -> None:

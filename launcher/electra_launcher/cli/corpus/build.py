@@ -134,7 +134,7 @@ def build(
     else:
         console.print(
             f"{output}: part {chosen_part.label} is finished; when all parts are, run `electra-dist corpus merge "
-            f"{output}`",
+            f"{shlex.quote(output)}`",
             soft_wrap=True,
         )
 

@@ -1,0 +1,71 @@
+"""Run the user's command `cluster.notify` when a run is done, needs a person, or makes no progress any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR
+
+_LIMIT_S = 30.0  # after which the command is killed
+# Exit code of the supervisor -> the event. A run that was stopped on purpose (75) needs no person.
+_EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "error", EXIT_CRASH: "no_progress"}
+
+
+def event_of(code: int, node: int) -> str | None:
+    """Return the event, such as "done", to report when the supervisor of `node` ends with `code`, or None.
+
+    Node 0 reports how the run ended, another node only that it is unhealthy. If both report, the user's command runs
+    twice.
+    """
+    if node != 0 and code != EXIT_UNHEALTHY:
+        return None
+    return _EVENTS.get(code)
+
+
+def notify(
+    command: str,
+    run_dir: Path,
+    event: str,
+    reason: str,
+    code: int,
+    log: Callable[[str], None],
+    timeout_s: float = _LIMIT_S,
+) -> None:
+    """Run the user's command with the event in environment variables; log one line if it fails or hangs.
+
+    Blocks until the command ends. After `timeout_s` seconds, the command and its children are killed. Whatever it
+    does, the run and the supervisor's exit code stay as they are.
+    """
+    variables = {
+        "ELECTRA_DIST_RUN_DIR": str(run_dir.absolute()),
+        "ELECTRA_DIST_EVENT": event,
+        "ELECTRA_DIST_REASON": reason,
+        "ELECTRA_DIST_EXIT_CODE": str(code),
+    }
+    problem = _run(command, os.environ | variables, timeout_s)
+    if problem:
+        log(f"cluster.notify {problem}; check the command in the config")
+
+
+def _run(command: str, environment: Mapping[str, str], timeout_s: float) -> str:
+    """Run a shell command; return why it failed, or "". It is killed, with its children, after `timeout_s` seconds."""
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that the command and its children can be killed together
+        )
+    except OSError as error:
+        return f"cannot be started ({error.strerror})"
+    try:
+        exit_code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"did not end within {timeout_s:.0f} s and was killed"
+    return f"ended with exit code {exit_code}" if exit_code != 0 else ""
