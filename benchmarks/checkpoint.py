@@ -48,7 +48,6 @@ MOST = 1.5  # Largest allowed ratio of our stall to memcpy's time.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--threads", type=int, default=1, help="torch's threads (1); memcpy always uses one")
     parser.add_argument(
         "--config", default="configs/base_size.yaml", help="config of the model (default: %(default)s)"
@@ -123,7 +122,7 @@ class CheckpointBench:
 
 
 def time_ways(bench: CheckpointBench, rounds: int) -> Json:
-    """Save by the four ways in turn; return seconds and median by way."""
+    """Save the state in each of the four ways, in turn; return way -> its seconds and their median."""
     ways = {
         "ours": bench.ours,
         "memcpy": bench.memcpy,
@@ -147,7 +146,6 @@ def time_ways(bench: CheckpointBench, rounds: int) -> Json:
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure the four ways and compare them."""
     torch.set_num_threads(arguments.threads)
     toy = TOY if arguments.smoke else []
     config = load_config(REPOSITORY / arguments.config, ["train.global_batch=1", "train.micro_batch=1", *toy])

@@ -51,13 +51,12 @@ WORKERS = (1, 2)  # Numbers of workers with which each way is timed.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--text", type=Path, help="folder of documents (default: texts of the Python installation)")
     parser.add_argument("--vocab", type=Path, help="vocab.txt (default: a vocabulary is trained on the text)")
 
 
 def installed_ways() -> dict[str, Callable[[Text, int], int]]:
-    """Return the ways to make tokens whose packages are installed."""
+    """Return name -> function of each way to make tokens whose packages are installed."""
     return {
         name: way
         for name, way in ways.WAYS.items()
@@ -66,7 +65,7 @@ def installed_ways() -> dict[str, Callable[[Text, int], int]]:
 
 
 def compare(text: Text, rounds: int) -> Json:
-    """Time every way at each number of workers, the ways in turn, and measure the memory of each."""
+    """Time every way to make tokens at each number of workers, in turn, and measure its peak memory."""
     counts = {name: way(text, 1) for name, way in installed_ways().items()}
     if len(set(counts.values())) > 1:
         sys.exit(
@@ -92,7 +91,7 @@ def compare(text: Text, rounds: int) -> Json:
 
 
 def report_ways(by_way: Json, workers: str) -> ResultLine:
-    """Print the table of all ways with some workers; return the row for docs/results.md."""
+    """Print the table of all ways at one number of workers; return its row for docs/results.md."""
     rows = [
         [
             name,
@@ -141,7 +140,6 @@ def make_text(arguments: argparse.Namespace, config: Config, folder: Path) -> Te
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure all ways."""
     # A worker process imports the main module again if that module has a `__file__`. Without it, workers do not import
     # `run.py` and torch, which workers of `electra-dist` do not import either.
     main = sys.modules["__main__"]

@@ -205,7 +205,6 @@ def _start_again(recorder: Any) -> None:
 
 
 def _parse() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes on the CPU")
     parser.add_argument("--minutes", type=float, help="leave out the cases that no longer fit into this time")

@@ -25,7 +25,6 @@ MOST_MEMORY, MOST_DIFFERENCE = 1 / 3, 1e-5  # of eager's
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--rows", type=int, default=8192, help="masked rows (default: %(default)s)")
     parser.add_argument("--width", type=int, default=1024, help="features of a row (default: %(default)s)")
 
@@ -65,7 +64,6 @@ def measure_head(name: str, num_rows: int, width: int) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure both heads and compare them."""
     num_rows, width = arguments.rows, arguments.width
     if arguments.smoke:
         # With fewer rows, the memory that the process uses for other things would hide the head's.

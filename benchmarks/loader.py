@@ -37,7 +37,6 @@ POSITIONS = (0.0, 0.1, 0.5, 0.99, 1000.5)  # in epochs
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--shards", type=int, default=3, help="shards of 16.8 MB that the readers read (3)")
 
 
@@ -141,7 +140,6 @@ def report_first_batches(found: list[Json], facts: str) -> ResultLine:
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure all readers, and our first batches."""
     shards, rows_per_shard = (2, 1024) if arguments.smoke else (arguments.shards, ROWS_PER_SHARD)
     many = 200 if arguments.smoke else SHARDS_OF_33B
     with tempfile.TemporaryDirectory(prefix="loader-") as name:

@@ -79,7 +79,7 @@ def _rows(store: Store) -> Iterator[np.ndarray]:
 
 
 def _nothing(store: Store, folder: Path) -> None:
-    """Write nothing, because the reader reads the shards of the corpus itself."""
+    """Write nothing, for a reader of the corpus's own shards."""
 
 
 def _read_ours(store: Store, folder: Path) -> Batches:

@@ -123,7 +123,7 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
 
 
 def make_record(name: str, command: str, *, smoke: bool = False) -> Json:
-    """Return the facts of a record that every benchmark has."""
+    """Return what the record of every benchmark begins with, such as its date, command and versions."""
     return {
         "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -112,7 +112,6 @@ def time_starts(smoke: bool, rounds: int) -> Json:
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure all starts and compare them."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     found = time_starts(arguments.smoke, arguments.rounds)
     facts = "a toy" if arguments.smoke else "ELECTRA-Small, 1 CPU rank"

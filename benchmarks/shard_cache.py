@@ -124,7 +124,6 @@ def report_eviction(sizes: list[Json], facts: str) -> ResultLine:
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Measure each size of the cache in a temporary folder."""
     num_shards, window, epochs = (30, 1, 2) if arguments.smoke else (240, 4, 4)
     with tempfile.TemporaryDirectory(prefix="shard-cache-") as folder:
         sizes = measure_eviction(Path(folder), num_shards, window, epochs)

@@ -47,12 +47,10 @@ ROUNDS = 5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this benchmark."""
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default: %(default)s)")
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    """Compare our step with Hugging Face's in every precision."""
     threads = 1 if arguments.smoke else arguments.threads  # The toy model is too small for two threads.
     torch.set_num_threads(threads)
     toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if arguments.smoke else []

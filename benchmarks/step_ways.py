@@ -41,7 +41,6 @@ class Way(NamedTuple):
 
 
 def ours(config: Config) -> Way:
-    """Return our way."""
     module = build_objective(config.model, config.objective, SPECIAL, config.seed)
     optimizer, _ = build_optimizer(module, config.optimizer, "cpu")
 
@@ -55,7 +54,7 @@ def ours(config: Config) -> Way:
 
 
 def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> Way:
-    """Return Hugging Face's way, with the weights of `towers`."""
+    """Return Hugging Face's step with the weights of `towers`; `gathered`: its head sees the masked positions only."""
     module = HuggingFace(towers, config.objective, SPECIAL, gathered=gathered)
     optimizer = torch.optim.AdamW(
         module.parameters(),
@@ -73,7 +72,7 @@ def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> Wa
 
 
 def ours_and_rivals(config: Config) -> dict[str, Way]:
-    """Return our way and both of Hugging Face's, which start from the same weights."""
+    """Return name -> way to make a step: ours, and Hugging Face's two, which start from the same weights."""
     our_way = ours(config)
     towers: ElectraTowers = our_way.module.towers  # type: ignore[assignment]
     return {

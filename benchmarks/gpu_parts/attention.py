@@ -42,7 +42,7 @@ class Examples(NamedTuple):
 
 
 def pack(num_rows: int, num_tokens: int, lengths: list[int], device: str, dtype: torch.dtype) -> Examples:
-    """Return rows that all pack examples of the given lengths; the rest of a row is one more example."""
+    """Return where the examples of equal rows begin: in each row those of `lengths`, then one that fills the rest."""
     per_row = [*lengths, num_tokens - sum(lengths)] if sum(lengths) < num_tokens else lengths
     example_S = torch.repeat_interleave(torch.arange(len(per_row)), torch.tensor(per_row))
     example_BS = example_S.expand(num_rows, -1).contiguous().to(device)
@@ -99,7 +99,6 @@ def our_flash3(
 
 @functools.cache
 def _compiled_flex() -> Callable[..., torch.Tensor]:
-    """Return FlexAttention, compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)

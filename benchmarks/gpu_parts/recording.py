@@ -38,7 +38,7 @@ _LOST_DEVICE = ("illegal memory access", "device-side assert", "unspecified laun
 
 
 class Case(NamedTuple):
-    """One measurement or check of a part."""
+    """Measurement or check, which gives rows of a benchmark's table. Several make up a part of the benchmark."""
 
     operation: str  # What is measured; first column of its rows.
     by: str  # Implementation that is measured; those of this project begin with "ours".

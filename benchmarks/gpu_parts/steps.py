@@ -112,7 +112,7 @@ class StepBench:
         return module
 
     def adamw(self, module: torch.nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of a plain step."""
+        """Return the optimizer of a step without DeepSpeed: torch's AdamW, fused on a GPU."""
         return torch.optim.AdamW(module.parameters(), lr=_LEARNING_RATE, fused=not self.smoke)
 
     def ids(self, batch: int) -> torch.Tensor:

@@ -74,15 +74,8 @@ def compared_lines(run_dir: Path) -> list[str]:
 def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
     """Return the command that starts a supervised run, which logs every step and saves checkpoints only locally."""
     drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
-    command = [
-        sys.executable,
-        "-m",
-        "electra_launcher.supervise",
-        "--config",
-        str(config),
-        "--gpus-per-node",
-        str(ranks),
-    ]
+    command = [sys.executable, "-m", "electra_launcher.supervise"]
+    command += ["--config", str(config), "--gpus-per-node", str(ranks)]
     for override in [*overrides, *drill_overrides]:
         command += ["--set", override]
     return command
@@ -95,7 +88,7 @@ def _print_table(hits: Sequence[Hit]) -> None:
         code = "-" if hit.code is None else str(hit.code)
         notice = _seconds_text(hit.notice_s)
         recovery = _seconds_text(hit.recovery_s)
-        verdict = f"   BAD: {hit.fault}" if hit.fault else ""
+        verdict = f"   BAD: {hit.problem}" if hit.problem else ""
         print(
             f"{hit.kind:10} {hit.step:6,} {code:>5} {notice:>9} {recovery:>12} {hit.steps_lost:5}  {hit.what}{verdict}"
         )
@@ -169,7 +162,7 @@ def drill(config: Config, args: argparse.Namespace) -> int:
     write_fault_plot(reference, run_dir, hits, picture)
     if difference:
         problems.append(difference)
-    problems += [hit.fault for hit in hits if hit.fault]
+    problems += [hit.problem for hit in hits if hit.problem]
     verdict = f"PASS: {num_steps} steps, each loss bit for bit the reference's"
     if problems:
         verdict = "FAIL: " + "; ".join(problems)
@@ -209,7 +202,7 @@ def _hit_run(
         for number, planned_fault in enumerate(planned, start=1):
             hit = run.hit(planned_fault)
             hits.append(hit)
-            print(f"{number:3} {hit.kind} at step {hit.step}: {hit.fault or 'good'}", flush=True)
+            print(f"{number:3} {hit.kind} at step {hit.step}: {hit.problem or 'good'}", flush=True)
         code = run.finish()
         if code != EXIT_DONE:
             problems.append(f"after the last fault the run ended with exit code {code} instead of {EXIT_DONE}")

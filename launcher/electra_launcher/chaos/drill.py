@@ -62,7 +62,7 @@ class Hit:
     notice_s: float | None = None  # until the supervisor logged its first decision; None: it logged none
     recovery_s: float | None = None  # until the run completed its next new step; None: not yet
     steps_lost: int = 0  # steps that had to be repeated
-    fault: str = ""  # what was wrong with the run's reaction; "": it reacted as it must
+    problem: str = ""  # what was wrong with the run's reaction; "": it reacted as it must
 
 
 def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, seed: int) -> list[Planned]:
@@ -290,7 +290,10 @@ class Drill:
             time.sleep(_SAVE_POLL_S)
 
     def _judge(self, hit: Hit, fault: Fault, begin: float, events: Sequence[LedgerEvent]) -> None:
-        """Fill in `hit.code`, `notice_s`, `steps_lost` and `fault` from the supervisor's log and the new `events`."""
+        """Fill in `hit.code`, `notice_s`, `steps_lost` and `problem` from the supervisor's log and the new `events`.
+
+        `begin` is the Unix time of the fault.
+        """
         lines = self._log_since(begin)
         if fault.then == "restarts":
             has_noticed_crash = any("crash" in text for _, text in lines)
@@ -305,7 +308,7 @@ class Drill:
         if resumed_steps:
             hit.steps_lost = max(0, hit.step - resumed_steps[0])
         was_set_aside = any(event.event == "set_aside" for event in events)
-        hit.fault = _reaction_fault(hit, fault, num_starts=len(resumed_steps), was_set_aside=was_set_aside)
+        hit.problem = _reaction_problem(hit, fault, num_starts=len(resumed_steps), was_set_aside=was_set_aside)
 
     def _log_since(self, begin: float) -> list[tuple[float, str]]:
         """Return the lines that the supervisor logged after Unix time `begin`, each as (Unix time, text)."""
@@ -318,7 +321,7 @@ class Drill:
         return entries
 
 
-def _reaction_fault(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool) -> str:
+def _reaction_problem(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bool) -> str:
     """Return in one line what is wrong with the run's reaction to a fault, or "" if it reacted as it must."""
     required_starts = 0 if fault.then == "goes on" else 1
     if hit.code != fault.code:

@@ -19,7 +19,7 @@ _REFERENCE_COLOR = "#cbd5e1"
 _INTERRUPTED_COLOR = "#2563eb"
 _FAULT_COLOR = "#dc2626"
 _GROUPS = {
-    "processes killed or frozen": ("kill", "hang", "pause", "commit", "supervisor", "launcher", "power"),
+    "processes killed or frozen": ("kill", "hang", "pause", "supervisor", "power"),
     "stops from outside": ("term", "hup", "int", "term-rank", "usr2", "stop-file", "lease"),
     "files damaged": ("torn", "flip", "missing", "metrics", "ledger"),
 }  # name in the legend -> kinds of faults; all other kinds are failures of the storage

@@ -219,54 +219,65 @@ def diff(
     """
     left = _open_side(a, endpoint_url)
     right = _open_side(b, endpoint_url)
-    compared = _compare_parameters(left, right)
-    different = [parameter for parameter in compared if not parameter.equal]
-    same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
+    compared = _Comparison(left, right, _compare_parameters(left, right))
     if as_json:
-        _print_diff_json(left, right, different, len(compared))
+        print_json(compared.json_tree())
     else:
-        _print_diff(left, right, different, len(compared))
-    if different or not same_shapes:
+        _print_diff(compared)
+    if not compared.equal:
         raise typer.Exit(EXIT_CRASH)
 
 
-def _print_diff(
-    left: CheckpointReader, right: CheckpointReader, different: list[Difference], num_compared: int
-) -> None:
+@dataclass(frozen=True)
+class _Comparison:
+    """Two checkpoints, and the differences of the parameters that have the same shape in both."""
+
+    left: CheckpointReader
+    right: CheckpointReader
+    parameters: list[Difference]
+
+    @property
+    def different(self) -> list[Difference]:
+        return [parameter for parameter in self.parameters if not parameter.equal]
+
+    @property
+    def same_shapes(self) -> bool:
+        return self.left.manifest.state.shapes == self.right.manifest.state.shapes
+
+    @property
+    def equal(self) -> bool:
+        return self.same_shapes and not self.different
+
+    def json_tree(self) -> dict[str, Any]:
+        """Return a JSON object with all parameters and fields of the run state that differ."""
+        from electra_dist.checkpoint.repair import state_differences
+
+        fields = state_differences(self.left.manifest.state, self.right.manifest.state)
+        return {
+            "a": self.left.checkpoint.url,
+            "b": self.right.checkpoint.url,
+            "equal": self.equal,
+            "compared": len(self.parameters),
+            "same_shapes": self.same_shapes,
+            "state": [{"field": field, "a": a, "b": b} for field, a, b in fields],
+            "parameters": [asdict(difference) for difference in self.different],
+        }
+
+
+def _print_diff(compared: _Comparison) -> None:
     """Print the differences of two checkpoints as tables, and a last line with the verdict."""
     out = open_console(soft_wrap=False)
-    state_table = _state_table(left, right)
+    state_table = _state_table(compared.left, compared.right)
     if state_table.row_count:
         out.print(state_table)
+    different, num_compared = compared.different, len(compared.parameters)
     if different:
         out.print(_parameter_table(different))
-    same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
-    if same_shapes and not different:
+    if compared.equal:
         out.print(f"equal bit for bit: {num_compared} parameters, weights and both moments")
         return
-    note = "" if same_shapes else "; the other parameters are missing or of another shape in A or B"
+    note = "" if compared.same_shapes else "; the other parameters are missing or of another shape in A or B"
     out.print(f"different: {len(different)} of {num_compared} parameters{note}")
-
-
-def _print_diff_json(
-    left: CheckpointReader, right: CheckpointReader, different: list[Difference], num_compared: int
-) -> None:
-    """Print a JSON object with all parameters and fields of the run state that differ between two checkpoints."""
-    from electra_dist.checkpoint.repair import state_differences
-
-    fields = state_differences(left.manifest.state, right.manifest.state)
-    same_shapes = left.manifest.state.shapes == right.manifest.state.shapes
-    print_json(
-        {
-            "a": left.checkpoint.url,
-            "b": right.checkpoint.url,
-            "equal": same_shapes and not different,
-            "compared": num_compared,
-            "same_shapes": same_shapes,
-            "state": [{"field": field, "a": a, "b": b} for field, a, b in fields],
-            "parameters": [asdict(difference) for difference in different],
-        }
-    )
 
 
 def _compare_parameters(left: CheckpointReader, right: CheckpointReader) -> list[Difference]:

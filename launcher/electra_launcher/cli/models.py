@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from electra_dist.compare.comparison_plan import Plan as ComparisonPlan
+    from electra_dist.scoring.minimal_pairs import PairScore
     from electra_dist.scoring.text_scores import TextScore
 
 _BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
@@ -108,6 +109,16 @@ def minimal_pairs(
             scores = score_sentence_pairs(
                 encoder, sentence_pairs, device, progress, "word" if readout is _Readout.word else "token"
             )
+    out.print(_pairs_table(scores, encoder.name))
+    for line in remarks_on_pairs(encoder, sentence_pairs or ()):
+        out.print(line, soft_wrap=True)
+    if output:
+        trees = [{key: value for key, value in score._asdict().items() if key != "hits"} for score in scores]
+        write_json(output, {"model": encoder.name, "scores": trees})
+
+
+def _pairs_table(scores: Sequence[PairScore], name: str) -> Table:
+    """Return a table of a model's scores on minimal pairs, a row for each phenomenon; `name` is the model's."""
     from rich.table import Table
 
     by_readout = list(scores[-1].accuracy_by_readout)
@@ -119,18 +130,13 @@ def minimal_pairs(
         *(f"by {name}" for name in by_readout),
         "margin",
         "example",
-        title=f"{encoder.name}: minimal pairs (chance 50 %; margin in nats)",
+        title=f"{name}: minimal pairs (chance 50 %; margin in nats)",
     )
     for score in scores:
         shares = [score.accuracy, score.standard_error, *(score.accuracy_by_readout[name] for name in by_readout)]
         percents = [f"{100 * share:.1f}" for share in shares]
         table.add_row(score.phenomenon, str(score.pairs), *percents, f"{score.margin:.2f}", score.example)
-    out.print(table)
-    for line in remarks_on_pairs(encoder, sentence_pairs or ()):
-        out.print(line, soft_wrap=True)
-    if output:
-        trees = [{key: value for key, value in score._asdict().items() if key != "hits"} for score in scores]
-        write_json(output, {"model": encoder.name, "scores": trees})
+    return table
 
 
 def compare(
@@ -284,8 +290,8 @@ def score(
             for line, text_score in zip(lines, scores, strict=True):
                 _print_score(line, text_score, tokens, as_json)
             return
-        all_scores = list(scores)
-    _print_ranked(lines, all_scores, tokens, as_json)
+        scores_of_lines = list(scores)
+    _print_ranked(lines, scores_of_lines, tokens, as_json)
 
 
 def _read_texts(texts: str) -> bytes:
@@ -302,12 +308,11 @@ def _read_texts(texts: str) -> bytes:
         raise UserError(f"{file}: no such file; give a file with one text on each line, or - to read them") from None
 
 
-def _print_ranked(lines: Iterable[TextLine], scores: list[TextScore], tokens: bool, as_json: bool) -> None:
+def _print_ranked(lines: Sequence[TextLine], scores: Sequence[TextScore], tokens: bool, as_json: bool) -> None:
     """Print each group of candidate texts, best text first; without JSON, empty lines separate the groups."""
-    all_lines = list(lines)
     previous_group = 1
-    for index, rank in ranks(all_lines, [text_score.score for text_score in scores]):
-        line = all_lines[index]
+    for index, rank in ranks(lines, [text_score.score for text_score in scores]):
+        line = lines[index]
         if line.group != previous_group and not as_json:
             print()
         previous_group = line.group

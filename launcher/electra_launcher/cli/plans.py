@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MUCH_WAITING = 0.05  # shares of a step from which a change is advised
 _MUCH_PADDING = 0.05
 _MUCH_HOST = 0.2
+_DESCRIPTION_COLUMNS = 96  # beside an indent of 4
 
 
 def plan(
@@ -106,18 +108,20 @@ def config(
 
     source_of_key = sources(file, overrides or ())
     values = flattened(load_config(file, overrides or ()).model_dump(mode="json"))
+    if not describe:
+        table = Table("key", "value", "from", title=str(file))
+        for key, source in source_of_key.items():
+            table.add_row(key, str(values[key]), source)
+        open_console(soft_wrap=False).print(table)
+        return
+    out = open_console()
     described = fields(Config)
-    columns = ["key", "value", "from"]
-    if describe:
-        columns.append("description")
-    table = Table(*columns, title=str(file))
     for key, source in source_of_key.items():
-        row = [key, str(values[key]), source]
-        if describe:
-            field = described.get(key)  # the entries of a mapping, such as corpus.licences, have none
-            row.append(field.description or "" if field else "")
-        table.add_row(*row)
-    open_console(soft_wrap=False).print(table)
+        field = described.get(key)  # the entries of a mapping, such as corpus.licences, have none
+        description = field.description or "" if field else ""
+        out.print(f"{key}: {values[key]}  ({source})")
+        for line in textwrap.wrap(description, _DESCRIPTION_COLUMNS, break_long_words=False, break_on_hyphens=False):
+            out.print(f"    {line}")
 
 
 def resolve(file: ConfigFile, overrides: Overrides = None) -> None:

@@ -145,7 +145,6 @@ def gather(run: Path) -> Gathered:
     scripts = sorted(script for script in (run / SLURM_DIR).glob("submission-[0-9]*.sh") if script.is_file())
     newest_script = scripts[-1] if scripts else None
     config = load_config(_config_file(run, newest_script))
-    command = read_regular(newest_script).decode(errors="replace").splitlines()[1:2] if newest_script else ()
     newest = newest_metrics(run, with_evaluation=bool(config.data.heldout))
     metrics = run / METRICS_FILE
     return Gathered(
@@ -162,10 +161,16 @@ def gather(run: Path) -> Gathered:
         strikes=read_strikes(run),
         failures=read_failures(run),
         queue=queue_view(job_name(run.absolute())) if newest_script else None,
-        submitted_by="".join(command).removeprefix("# "),
+        submitted_by=_command_of(newest_script) if newest_script else "",
         ranks_of_hosts=read_environment(run).get("hosts", {}),
         owner=read_owner(run),
     )
+
+
+def _command_of(script: Path) -> str:
+    """Return the command line that has written a batch script, from the script's second line, a comment."""
+    lines = read_regular(script).decode(errors="replace").splitlines()
+    return lines[1].removeprefix("# ") if len(lines) > 1 else ""
 
 
 def _config_file(run: Path, newest_script: Path | None) -> Path:
@@ -339,8 +344,8 @@ def _why_waiting(seen: Gathered) -> str:
     next_job = next((job for job in waiting if job.reason != "Dependency"), waiting[0])
     meaning = _MEANING_OF_REASON.get(next_job.reason)
     reason = f"{next_job.reason}: {meaning}" if meaning else next_job.reason
-    ended = [link.end for link in seen.newest_links[-1:] if link.end is not None]
-    return f"{reason}; the last job: {ended[0].why}" if ended else reason
+    newest_end = seen.newest_links[-1].end if seen.newest_links else None
+    return f"{reason}; the last job: {newest_end.why}" if newest_end is not None else reason
 
 
 def _why_not_begun(seen: Gathered) -> str:
@@ -379,10 +384,14 @@ def _next_commands(seen: Gathered, nodes_out: Sequence[str]) -> list[str]:
     if seen.state == "held":
         resume_nodes = [f"scontrol update nodename={node} state=resume" for node in nodes_out]
         return [*resume_nodes, *(f"scontrol release {job.job}" for job in seen.queued_jobs if job.is_held)]
-    # The run does not run: start it again, in the way in which it was started before.
     if seen.submitted_by:
         look = f"squeue --name={name}    # if it lists a job, do not submit another one"
         return [look, seen.submitted_by] if seen.queue_is_unknown else [seen.submitted_by]
+    return _commands_that_go_on(seen, run)
+
+
+def _commands_that_go_on(seen: Gathered, run: str) -> list[str]:
+    """Return the commands that start a run without Slurm again, where it ran before; `run` is its quoted folder."""
     # `train` starts as many ranks as before: another number rounds sums in another order.
     if len(seen.ranks_of_hosts) <= 1:
         return [f"electra-dist train {run}"]

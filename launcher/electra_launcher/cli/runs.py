@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,18 +57,19 @@ def why(run: RunFolder, as_json: AsJson = False) -> None:
             known["next"] = facts(gather(run))["next"]
     if as_json:
         print_json(known)
-        return
+    else:
+        _print_account(known)
+
+
+def _print_account(known: dict[str, Any]) -> None:
+    """Print what is known of the end of a run: the object of `why --json`, without what is null in it."""
     out = open_console()
     out.print(f"run {known['run']}: {known['state']}")
-    rows = known["rows"] and f"{known['rows'][0]:,} to {known['rows'][1]:,} of the run's order"
-    for name, value in (
-        ("what", known["what"]),
-        ("line", known["line"]),
-        ("fault", known["fault"]),
-        ("rows", rows),
-        ("restart", known["restart"]),
-        ("output", known["output"]),
-    ):
+    for name in ("what", "line", "fault", "rows", "restart", "output"):
+        value = known[name]
+        if value and name == "rows":
+            first, last = value
+            value = f"{first:,} to {last:,} of the run's order"
         if value:
             out.print(f"  {name:<11} {value}")
     out.print("next:")

@@ -79,7 +79,7 @@ def train(
     if nodes is not None and hostfile is None:
         raise UserError("--nodes needs --hostfile, a file with the names of the hosts")
     start = _Start.of(config or config_option or Path(), overrides or (), accept_new_numerics)
-    hosts = _hosts(hostfile, nodes) if hostfile else []
+    hosts = _read_hosts(hostfile, nodes) if hostfile else []
     num_ranks = ranks or (_slots(hosts) if hosts else start.usual_ranks())
     if show_command:
         place = ["--hostfile", str(hostfile)] if hosts else []
@@ -157,32 +157,34 @@ def _here(start: _Start, num_ranks: int) -> int:
     return supervise([*start.arguments, "--gpus-per-node", str(num_ranks)])
 
 
-def _hosts(file: Path, most: int | None) -> list[Host]:
-    """Return the first `most` hosts of a hostfile, or all for None.
-    Raises UserError for a line that names no host, or if there are fewer hosts.
+def _read_hosts(file: Path, wanted: int | None) -> list[Host]:
+    """Return the first `wanted` hosts of a hostfile; if `wanted` is None, all of them.
+
+    Raises UserError for a line that names no host, and if there are fewer hosts than wanted, or none.
     """
     from electra_dist.store.atomic_files import read_regular, readable
 
     with readable(file):
         lines = read_regular(file).decode(errors="replace").splitlines()
-    hosts = []
-    for number, line in enumerate(lines, start=1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        found = _HOST_LINE.fullmatch(text)
-        if found is None or found["name"].startswith("-"):
-            raise UserError(f"{file}:{number}: {text!r} names no host; write a line such as: node1 slots=8")
-        hosts.append(Host(found["name"], int(found["slots"]) if found["slots"] else None))
-    if len(hosts) < (most or 1):
-        raise UserError(f"{file}: names {len(hosts)} hosts, fewer than {most or 1}; add a line for each host")
-    return hosts[:most]
+    texts = [(number, line.strip()) for number, line in enumerate(lines, start=1)]
+    hosts = [_parse_host(text, f"{file}:{number}") for number, text in texts if text and not text.startswith("#")]
+    least = wanted or 1
+    if len(hosts) < least:
+        raise UserError(f"{file}: names {len(hosts)} hosts, fewer than {least}; add a line for each host")
+    return hosts[:wanted]
+
+
+def _parse_host(text: str, place: str) -> Host:
+    """Parse a line of a hostfile; raise UserError, which begins with `place`, if it names no host."""
+    found = _HOST_LINE.fullmatch(text)
+    if found is None or found["name"].startswith("-"):
+        raise UserError(f"{place}: {text!r} names no host; write a line such as: node1 slots=8")
+    return Host(found["name"], int(found["slots"]) if found["slots"] else None)
 
 
 def _slots(hosts: Sequence[Host]) -> int:
     """Return how many ranks each host has by its line of the hostfile; raise UserError unless all have the same."""
-    numbers = {host.slots for host in hosts}
-    (number, *others) = numbers
+    number, *others = {host.slots for host in hosts}
     if others or number is None:
         raise UserError(
             "the hosts of the hostfile need the same number of ranks each; write slots=N, or give --gpus N"

@@ -38,9 +38,9 @@ def verify_rows(run: Path, as_json: bool) -> None:
     out = open_console()
     corpora = open_corpora(config.data)
     order = corpora.row_order(config.seed, config.data.shuffle_window_shards, config.train.global_batch)
-    checkpoints, damaged = _read_checkpoint_states(config)
-    skipped_steps = SkipList(run, config.train.skip_steps).steps | _overflowed_steps(run, checkpoints)
-    marks = read_marks(run, checkpoints)
+    states, damaged = _read_checkpoint_states(config)
+    skipped_steps = SkipList(run, config.train.skip_steps).steps | _overflowed_steps(run, states)
+    marks = read_marks(run, states)
     if not marks:
         raise UserError(
             f"{run}: nothing to verify: no step was logged and no checkpoint exists; train some steps first"
@@ -108,11 +108,14 @@ def _read_checkpoint_states(config: Config) -> tuple[list[tuple[str, RunState]],
     return states, damaged
 
 
-def _overflowed_steps(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> set[int]:
-    """Return the numbers (from 0) of the steps that made no update because their gradients overflowed fp16."""
+def _overflowed_steps(run_dir: Path, states: Iterable[tuple[str, RunState]]) -> set[int]:
+    """Return the numbers (from 0) of the steps that made no update because their gradients overflowed fp16.
+
+    They are those in the run's metrics and in `states`, pairs of a checkpoint's name and its state.
+    """
     # A record has the number of steps done, which is one more than the number of its step.
     steps = {record.step - 1 for record in iter_steps(run_dir, containing=b"true") if record.overflow}
-    for _, state in checkpoints:
+    for _, state in states:
         steps.update(state.overflowed)
     return steps
 
@@ -122,8 +125,8 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: C
     last = result.last
     assert last is not None
     num_starts = _num_starts(run)
-    starts = "1 start" if num_starts == 1 else f"{num_starts:,} starts"
-    out.print(f"{run}: {result.num_marks:,} receipts checked, {starts}, step {last.step:,}")
+    starts_text = "1 start" if num_starts == 1 else f"{num_starts:,} starts"
+    out.print(f"{run}: {result.num_marks:,} receipts checked, {starts_text}, step {last.step:,}")
     skipped_steps = [step for step in expected.skipped if step < last.step]
     if skipped_steps:
         shown = ", ".join(map(str, skipped_steps[:_MAX_STEPS_SHOWN]))
@@ -164,9 +167,12 @@ def _rows_used(num_steps: int, expected: Expected, corpora: Corpora) -> list[int
     return [num_steps_of_phase * expected.global_batch for num_steps_of_phase in steps]
 
 
-def _use_of_rows(num_positions: int, rows_per_epoch: int) -> str:
-    """Return in words how often each row of one corpus was used: "80 of the 640 rows ... 4 times, ..."."""
-    num_epochs, num_further_rows = divmod(num_positions, rows_per_epoch)
+def _use_of_rows(num_used: int, rows_per_epoch: int) -> str:
+    """Return in words how often each row of a corpus was used, if `num_used` rows were used, epoch after epoch.
+
+    For example: "80 of the 640 rows of the corpus 4 times, the other 560 3 times".
+    """
+    num_epochs, num_further_rows = divmod(num_used, rows_per_epoch)
     if num_further_rows == 0:
         return f"each of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs)}"
     num_other_rows = rows_per_epoch - num_further_rows
@@ -182,8 +188,8 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
 
 
-def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> list[Mark]:
-    """Return every receipt in a run's metrics and in `checkpoints` (pairs of name and state), ordered by step.
+def read_marks(run_dir: Path, states: Iterable[tuple[str, RunState]]) -> list[Mark]:
+    """Return every receipt in a run's metrics and in `states`, pairs of a checkpoint's name and its state, by step.
 
     A receipt is the number of rows used so far and a digest of their ids. Each comes with the name of its source.
     """
@@ -191,7 +197,7 @@ def read_marks(run_dir: Path, checkpoints: Iterable[tuple[str, RunState]]) -> li
     for record in iter_steps(run_dir):
         receipt = Receipt(rows=record.rows_seen, digest=int(record.receipt, base=16))
         marks.append(Mark(step=record.step, source=METRICS_FILE, receipt=receipt))
-    for name, state in checkpoints:
+    for name, state in states:
         receipt = Receipt(rows=state.rows_seen, digest=state.rows_digest)
         marks.append(Mark(step=state.step, source=f"checkpoint {name}", receipt=receipt))
     return sorted(marks)

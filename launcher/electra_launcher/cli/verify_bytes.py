@@ -49,7 +49,7 @@ _BYTES_AT_A_TIME = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One file of a corpus or a run, or one whole checkpoint, that is to be read and checked."""
+    """Part of a run or corpus to be checked by reading all of it: one file, or one whole checkpoint."""
 
     url: str
     kind: str  # name of the kind in the summary, such as "shard" or "checkpoint"
@@ -101,7 +101,7 @@ def _read_all(parts: list[Part]) -> list[tuple[str, list[str]]]:
 
 
 def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of the run or corpus `path` to read; shards on S3 are fetched into the folder `temporary`."""
+    """Yield what there is to read of the run or corpus `path`; shards on S3 are fetched into `temporary`."""
     if "://" not in path and is_run_folder(Path(path)):
         yield from _run_parts(Path(path), temporary)
         return
@@ -113,14 +113,14 @@ def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Par
 
 
 def _run_parts(run_dir: Path, temporary: Path) -> Iterator[Part]:
-    """Yield the parts of a run: vocabulary, token counts, corpora (also the held-out one) and complete checkpoints."""
+    """Yield what a run consists of: vocabulary, token counts, corpora with the held-out one, complete checkpoints."""
     from electra_dist.train.token_counts import read_counts
 
     config = open_run(run_dir)
-    vocabulary = _reads(lambda: read_run_vocabulary(run_dir))
+    vocabulary = _reading(lambda: read_run_vocabulary(run_dir))
     yield Part(url=str(run_dir / RUN_VOCAB_FILE), kind="vocabulary file", faults=vocabulary)
     for file in token_counts_files(run_dir):
-        counts = _reads(functools.partial(read_counts, file, config.model.vocab_size))
+        counts = _reading(functools.partial(read_counts, file, config.model.vocab_size))
         yield Part(url=str(file), kind="token counts file", faults=counts)
     corpora = config.data.training_corpora()
     fingerprints = recorded_fingerprints(run_dir, len(corpora))
@@ -147,14 +147,14 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
     try:
         manifest = read_corpus(store)
     except UserError as error:
-        yield Part(url=url, kind="corpus manifest", faults=_known(str(error)))
+        yield Part(url=url, kind="corpus manifest", faults=_found_already(str(error)))
         return
     wrong: list[str] = []
     if fingerprint not in (None, manifest.fingerprint):
         wrong.append(f"its fingerprint is {manifest.fingerprint}, but the run has trained on {fingerprint!r}")
-    yield Part(url=url, kind="corpus manifest", faults=_known(*wrong))
+    yield Part(url=url, kind="corpus manifest", faults=_found_already(*wrong))
     tokenizer = manifest.tokenizer
-    vocabulary = _reads(lambda: read_corpus_vocabulary(store, tokenizer))
+    vocabulary = _reading(lambda: read_corpus_vocabulary(store, tokenizer))
     yield Part(url=f"{store.url}/{tokenizer.vocab_file}", kind="vocabulary file", faults=vocabulary)
     for entry in manifest.shards:
         shard = functools.partial(_shard_faults, store, entry, temporary)
@@ -162,17 +162,17 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
     try:
         origins = open_origins(store, manifest)
     except UserError as error:  # only their list, origins.json, can be named
-        yield Part(url=f"{store.url}/{ORIGINS_KEY}", kind="origin file", faults=_known(str(error)))
+        yield Part(url=f"{store.url}/{ORIGINS_KEY}", kind="origin file", faults=_found_already(str(error)))
         return
     if origins is None:
         return
     for file in origins.files:
-        table = _reads(functools.partial(origins.table, file.shard))
+        table = _reading(functools.partial(origins.table, file.shard))
         yield Part(url=f"{store.url}/{file.name}", kind="origin file", size_bytes=file.bytes, faults=table)
 
 
-def _reads(read: Callable[[], object]) -> Callable[[Advance], list[str]]:
-    """Return the faults of a file that `read` reads: none, because it raises a UserError for a bad file."""
+def _reading(read: Callable[[], object]) -> Callable[[Advance], list[str]]:
+    """Return a value for `Part.faults` that calls `read`, which raises a UserError if the file is bad."""
 
     def faults(advance: Advance) -> list[str]:
         read()
@@ -181,7 +181,8 @@ def _reads(read: Callable[[], object]) -> Callable[[Advance], list[str]]:
     return faults
 
 
-def _known(*faults: str) -> Callable[[Advance], list[str]]:
+def _found_already(*faults: str) -> Callable[[Advance], list[str]]:
+    """Return a value for `Part.faults` that reads nothing and returns these faults."""
     return lambda advance: list(faults)
 
 
@@ -216,7 +217,7 @@ def _size_and_sha256(path: Path, advance: Advance) -> tuple[int, str]:
 
 
 def _checkpoint_part(checkpoint: Checkpoint, owner: Owner | None) -> Part:
-    """Return the part to read for a checkpoint, which counts as bad if another run than `owner` has written it."""
+    """Return a checkpoint as a part to read; it counts as bad if another run than `owner` has written it."""
     size_bytes = 0
     other_run = ""
     with contextlib.suppress(TornCheckpoint):  # reported when the checkpoint is read
@@ -224,7 +225,7 @@ def _checkpoint_part(checkpoint: Checkpoint, owner: Owner | None) -> Part:
         size_bytes = manifest.size_bytes
         other_run = owner.fault(manifest.state) if owner is not None else ""
     if other_run:
-        return Part(url=checkpoint.url, kind="checkpoint", faults=_known(other_run))
+        return Part(url=checkpoint.url, kind="checkpoint", faults=_found_already(other_run))
     return Part(
         url=checkpoint.url,
         kind="checkpoint",

@@ -58,30 +58,41 @@ def check_storage(config: Config, node: str, patience: Patience | None = None) -
     long as `patience` says; None: half a minute, too.
     """
     has_begun = is_run_folder(Path(config.run_dir))
-    if has_begun or patience is None:
-        limit_s = _DOWN_AFTER_S if patience is None else min(_DOWN_AFTER_S, patience.limit_s)
-        patience = Patience(limit_s, pace=Pace(connect_timeout_s=5.0, read_timeout_s=10.0), key="")
+    patience = _patience_of_checks(patience, has_begun)
     findings: list[Finding] = []
     corpora: dict[str, CorpusManifest] = {}  # URL -> manifest, of the corpora that can be read
     urls = [corpus.url for corpus in config.data.training_corpora()]
     if config.data.heldout:
         urls.append(config.data.heldout)
     for url in urls:
-        try:
+        with _recorded(findings, f"corpus {url}: corpus.json read", node, has_begun):
             corpora[url] = read_manifest(open_store(url, config.data.endpoint_url, patience))
-            findings.append(Finding(severity="ok", node=node, what=f"corpus {url}: corpus.json read"))
-        except UserError as error:
-            findings.append(_from_storage_error(error, node, has_begun))
     for url in config.checkpoint_urls:
-        try:
+        with _recorded(findings, f"checkpoint target {url}: written, read, deleted", node, has_begun):
             _try_target(open_store(url, config.checkpoint.endpoint_url, patience))
-            findings.append(Finding(severity="ok", node=node, what=f"checkpoint target {url}: written, read, deleted"))
-        except UserError as error:
-            findings.append(_from_storage_error(error, node, has_begun))
     for finding in check_disks(config, corpora, node):
         findings.append(_as_warning(finding) if has_begun and finding.severity == "user error" else finding)
     findings += _check_clocks(config, node, patience)
     return findings
+
+
+def _patience_of_checks(given: Patience | None, has_begun: bool) -> Patience:
+    """Return how long the checks wait for storage: as `given` says, but half a minute at most if the run has begun."""
+    if given is not None and not has_begun:
+        return given
+    limit_s = _DOWN_AFTER_S if given is None else min(_DOWN_AFTER_S, given.limit_s)
+    return Patience(limit_s, pace=Pace(connect_timeout_s=5.0, read_timeout_s=10.0), key="")
+
+
+@contextlib.contextmanager
+def _recorded(findings: list[Finding], what: str, node: str, has_begun: bool) -> Iterator[None]:
+    """Append the "ok" finding `what` after the `with` block or, if a UserError ends the block, a finding for that."""
+    try:
+        yield
+    except UserError as error:
+        findings.append(_from_storage_error(error, node, has_begun))
+    else:
+        findings.append(Finding(severity="ok", node=node, what=what))
 
 
 def _from_storage_error(error: UserError, node: str, has_begun: bool) -> Finding:

@@ -98,7 +98,7 @@ def begin(args: argparse.Namespace, config: Config, *, patience: Patience) -> No
     append_job(
         args.run,
         "begin",
-        **_numbers(args.session),
+        **_parse_session(args.session),
         nodes=args.nodes,
         submitted=_iso(args.submitted),
         started=_iso(args.started),
@@ -108,7 +108,7 @@ def begin(args: argparse.Namespace, config: Config, *, patience: Patience) -> No
     )
 
 
-def _numbers(session: str) -> dict[str, str | int]:
+def _parse_session(session: str) -> dict[str, str | int]:
     """Split a session, such as job-4711-0, into fields of its record in jobs.jsonl: job, restart and replacements."""
     match = re.fullmatch(r"job-(\d+)-(\d+)(?:-(\d+))?", session)
     if match is None:
@@ -161,7 +161,7 @@ def end(args: argparse.Namespace, config: Config, *, patience: Patience) -> None
     append_job(
         args.run,
         "end",
-        **_numbers(args.session),
+        **_parse_session(args.session),
         codes=codes,
         ledger_events=len(ledger),
         checkpoint_step=newest_checkpoint(ledger),

@@ -15,6 +15,8 @@ from electra_dist.corpus.prepare.sbatch_environment import environment_of_submis
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import read_regular
 
+_TIMEOUT_S = 20.0  # after which a program of Slurm counts as not answering
+
 
 def job_name(run_dir: Path) -> str:
     """Return the name of a run's Slurm jobs: the folder's name and 8 hex digits of a hash of its absolute path.
@@ -69,9 +71,6 @@ def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:
         raise UserError(f"sbatch refused {script}: {reason}; change the option that it names and submit again")
     # With --parsable, sbatch prints `JOBID` or, in a federation, `JOBID;CLUSTER`.
     return done.stdout.strip().partition(";")[0]
-
-
-_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,16 @@ class RankProcesses:
         pids = self.alive()
         kernel_views = {rank: _kernel_view(pid) for rank, pid in pids.items()}
         files = {rank: _StackFile(self.state / f"stack-{rank}") for rank in pids}
+        self._request_stacks(pids, files)
+        lines = []
+        for rank in sorted(pids):
+            lines.append(f"rank {rank}, pid {pids[rank]}: {kernel_views[rank]}")
+            stack_lines = condensed(files[rank].new_text()) or [f"no answer within {_STACK_WAIT_S:.0f} s"]
+            lines += [f"  {line}" for line in stack_lines]
+        return lines
+
+    def _request_stacks(self, pids: Mapping[int, int], files: Mapping[int, _StackFile]) -> None:
+        """Ask each rank to append its stacks to its file, and wait up to 3 s until all have; both maps are by rank."""
         # A thread of each rank answers a request in its pipe, unless another thread keeps the interpreter lock.
         for rank, pid in pids.items():
             write_to_pipe(self.state / f"ask-{rank}", b"1")
@@ -144,12 +154,6 @@ class RankProcesses:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
         _await_stacks(files.values(), deadline)
-        lines = []
-        for rank in sorted(pids):
-            lines.append(f"rank {rank}, pid {pids[rank]}: {kernel_views[rank]}")
-            stack_lines = condensed(files[rank].new_text()) or [f"no answer within {_STACK_WAIT_S:.0f} s"]
-            lines += [f"  {line}" for line in stack_lines]
-        return lines
 
     def close(self) -> list[int]:
         """Kill all processes of the ranks and delete the folder `state`; return the pids that could not be killed."""

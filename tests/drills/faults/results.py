@@ -25,7 +25,7 @@ def make_record(drill: Campaign) -> dict[str, Any]:
     `different_losses` is the number of steps that differ from the uninterrupted run, and `unexpected_reactions` has
     one line for each fault to which the run reacted wrongly.
     """
-    bad = [hit for hit in drill.hits if hit.fault]
+    bad = [hit for hit in drill.hits if hit.problem]
     return {
         "benchmark": "faults",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -39,7 +39,7 @@ def make_record(drill: Campaign) -> dict[str, Any]:
         "process_ends": sum(_ends_processes(hit) for hit in drill.hits),
         "different_losses": sum(leg.different_steps for leg in drill.legs),
         "compared_steps": drill.legs[-1].last_step,
-        "unexpected_reactions": [f"{hit.kind} at step {hit.step}: {hit.fault}" for hit in bad],
+        "unexpected_reactions": [f"{hit.kind} at step {hit.step}: {hit.problem}" for hit in bad],
         "seconds": round(drill.seconds, 1),
         "seconds_per_fault": round(drill.seconds / max(1, len(drill.hits)), 2),
         "kinds": {kind: _summary(hits) for kind, hits in _by_kind(drill.hits).items()},

@@ -205,7 +205,7 @@ def test_each_kind_of_process_fault_is_injected_observed_and_survived(
             run.hit(Planned(kind=kind, step=20 * n, in_save=False, delay=0.5)) for n, kind in enumerate(kinds, start=1)
         ]
         for hit in hits:
-            assert not hit.fault, hit
+            assert not hit.problem, hit
             assert hit.recovery_s and hit.recovery_s > 0.1
         assert [hit.code for hit in hits] == [1, 1, 75, -9]
         assert hits[2].steps_lost == 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +18,21 @@ import pytest
 from electra_launcher import pretrain
 from electra_launcher.chaos import __main__ as chaos
 from electra_launcher.cli import command_output, main, run_facts
+from electra_launcher.cli.checkpoint import _checkpoints_to_verify, find_checkpoint
 from electra_launcher.cli.main import COMMANDS, _CorpusCommands, app
+from electra_launcher.slurm import submit as slurm_submit
+from electra_launcher.slurm.batch_script import JobOptions
+from electra_launcher.supervise.supervisor import lock_node
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
 
-from electra_dist.errors import EXIT_STOPPED, error_line
+from electra_dist.config import Config
+from electra_dist.config.keys import fields
+from electra_dist.data.manifest import read_manifest
+from electra_dist.errors import EXIT_STOPPED, UserError, error_line
+from electra_dist.run.lease import take_lease
+from electra_dist.run.ledger import Ledger
+from electra_dist.store.local_store import LocalStore
 from electra_dist.version import VERSION
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -164,11 +177,20 @@ def test_version() -> None:
 
 def test_tables_in_a_pipe_are_whole_and_without_colours() -> None:
     """A terminal of 40 columns and a wish for colours do not change what a pipe receives."""
-    done = command("config", DEMO, "--describe", COLUMNS="40", FORCE_COLOR="1")
+    done = command("config", DEMO, COLUMNS="40", FORCE_COLOR="1")
     assert done.returncode == 0 and "\x1b" not in done.stdout
     (row,) = [line for line in done.stdout.splitlines() if " checkpoint.every_steps " in line]
-    assert "interruptions that this run has measured." in row and "demo_cpu_bert.yaml" in row
+    assert str(DEMO) in row
     assert not any(mark in done.stdout for mark in ("…", "..."))
+
+
+def test_descriptions_of_keys_are_text_of_at_most_100_columns_in_a_pipe() -> None:
+    lines = command("config", DEMO, "--describe", COLUMNS="40").stdout.splitlines()
+    (number,) = [number for number, line in enumerate(lines) if line.startswith("checkpoint.every_steps: ")]
+    assert lines[number].endswith(f"({DEMO})")
+    described = itertools.takewhile(lambda line: line.startswith("    "), lines[number + 1 :])
+    assert " ".join(line.strip() for line in described) == fields(Config)["checkpoint.every_steps"].description
+    assert max(len(line) for line in lines if line.startswith("    ")) <= 100
 
 
 def test_plan_prints_the_numbers_of_the_budget_as_json() -> None:
@@ -262,3 +284,36 @@ def test_a_mistyped_command_gets_its_nearest_name(words: list[str], nearest: str
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
     assert f"Did you mean '{nearest}'?" in " ".join(done.output.split())
+
+
+def test_every_printed_command_quotes_a_folder_with_a_space(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "my run"
+    run.mkdir()
+    lock_node(run, 1)
+    lease = take_lease(run, "supervisor", say=print)
+
+    def refusal(call: Callable[..., object], *arguments: object, **options: object) -> str:
+        with pytest.raises(UserError) as error:
+            call(*arguments, **options)
+        return str(error.value)
+
+    texts = [
+        refusal(find_checkpoint, str(run)),
+        refusal(_checkpoints_to_verify, str(run), None, None),
+        refusal(read_manifest, LocalStore(run)),
+        refusal(lock_node, run, 1),
+        refusal(take_lease, run, "rank 0", say=print),
+    ]
+    lease.release()
+    with contextlib.closing(Ledger(run)) as ledger:
+        ledger.append("done", 5)
+    options = JobOptions(num_nodes=1, gpus_per_node=1)
+    texts.append(refusal(slurm_submit.check, DEMO, [f"run_dir={run}"], [], options, ["electra-dist"]))
+    (run / "metrics.jsonl").write_text("damaged\n")
+    pretrain._write_report(run)
+    texts.append(capsys.readouterr().err)
+    for text in texts:
+        (command_text,) = re.findall("`([^`]*my run[^`]*)`", text)
+        assert any(Path(word).is_relative_to(run) for word in shlex.split(command_text)), text

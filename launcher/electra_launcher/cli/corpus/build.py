@@ -21,6 +21,8 @@ from electra_launcher.cli.options import Corpus, EndpointUrl
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from electra_dist.config import Config
     from electra_dist.corpus.build_report import BuildReport
+    from electra_dist.corpus.builder.build_corpus import Part
+    from electra_dist.corpus.builder.build_request import BuildRequest
     from electra_dist.corpus.builder.join_parts import JoinedCorpus
 
 _KEPT = "inputs that were read and shards that were written are kept"  # of a build that is interrupted
@@ -83,7 +85,7 @@ def build(
     # Only now, because these modules take seconds, and a wrong path should be named at once.
     from electra_dist.corpus.build_console import BuildConsole, plural
     from electra_dist.corpus.build_report import find_preparations
-    from electra_dist.corpus.builder.build_corpus import build_corpus, build_part, parse_part
+    from electra_dist.corpus.builder.build_corpus import build_corpus, parse_part
     from electra_dist.corpus.builder.build_request import BuildRequest
     from electra_dist.store.open_store import open_store
     from electra_dist.tokenizer import VOCAB_FILE
@@ -119,24 +121,33 @@ def build(
         skipped_inputs=skipped,
         prepared=find_preparations(inputs, settings.data.endpoint_url),
     )
-    if chosen_part is None:
-        with resumable(_KEPT):
-            result = build_corpus(request, BuildConsole(console))
-        _print_result(output, result, console)
-        if vocab is None:
-            console.print(f"vocabulary {output.rstrip('/')}/{VOCAB_FILE}", soft_wrap=True)
-        console.print(f"next: {_train_command(config, settings, output, result)}", soft_wrap=True)
+    if chosen_part is not None:
+        _build_part(request, chosen_part, console)
         return
     with resumable(_KEPT):
-        resumed_shards = build_part(request, chosen_part, BuildConsole(console))
+        result = build_corpus(request, BuildConsole(console))
+    _print_result(output, result, console)
+    if vocab is None:
+        console.print(f"vocabulary {output.rstrip('/')}/{VOCAB_FILE}", soft_wrap=True)
+    console.print(f"next: {_train_command(config, settings, output, result)}", soft_wrap=True)
+
+
+def _build_part(request: BuildRequest, part: Part, console: Console) -> None:
+    """Build one of several parts of a corpus, and print how to join them."""
+    from electra_dist.corpus.build_console import BuildConsole
+    from electra_dist.corpus.builder.build_corpus import build_part
+
+    output = request.output
+    with resumable(_KEPT):
+        resumed_shards = build_part(request, part, BuildConsole(console))
     if resumed_shards is None:
         console.print(f"{output}: already built, nothing to do", soft_wrap=True)
-    else:
-        console.print(
-            f"{output}: part {chosen_part.label} is finished; when all parts are, run `electra-dist corpus merge "
-            f"{shlex.quote(output)}`",
-            soft_wrap=True,
-        )
+        return
+    console.print(
+        f"{output}: part {part.label} is finished; when all parts are, run `electra-dist corpus merge "
+        f"{shlex.quote(output)}`",
+        soft_wrap=True,
+    )
 
 
 def merge(

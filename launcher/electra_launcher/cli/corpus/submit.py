@@ -15,7 +15,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -24,6 +24,9 @@ from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import PRIVATE_PROGRAM, replacing
 from electra_launcher.cli.command_output import open_console
 from electra_launcher.slurm.slurm import run_sbatch, user_options
+
+if TYPE_CHECKING:
+    from electra_dist.config import Config
 
 
 def submit(
@@ -63,22 +66,18 @@ def submit(
     if is_remote and jobs_folder is None:
         raise UserError("--jobs: give a shared folder for scripts and logs, because the output is on S3")
     where = output if is_remote else str(without_tilde(output).absolute())
-    build = [
-        *(option for path in inputs for option in ("--input", _absolute(path))),
-        *("--config", str(config.absolute())),
-        *(option for override in overrides or () for option in ("--set", override)),
-        *("--text-field", text_field),
-    ]
+    texts: list[str] = []
+    for path in inputs:
+        texts += ["--input", _absolute(path)]
+    build = [*texts, "--config", str(config.absolute())]
+    for override in overrides or ():
+        build += ["--set", override]
+    build += ["--text-field", text_field]
     train: list[str] = []
-    has_vocabulary = vocab is not None or open_store(where, settings.data.endpoint_url).exists(VOCAB_FILE)
     folder = (jobs_folder or Path(where) / "slurm").absolute()
-    if vocab is None and not has_vocabulary:
+    if vocab is None and not open_store(where, settings.data.endpoint_url).exists(VOCAB_FILE):
         vocab = folder / VOCAB_FILE
-        train = [*(option for path in inputs for option in ("--input", _absolute(path)))]
-        train += ["--output", str(vocab), "--size", str(settings.model.vocab_size), "--text-field", text_field]
-        train += [] if settings.corpus.lowercase else ["--cased"]
-        train += ["--tokenizer", "bpe"] if settings.corpus.tokenizer == "bpe" else []
-        train += ["--endpoint-url", settings.data.endpoint_url] if settings.data.endpoint_url else []
+        train = [*texts, "--output", str(vocab), *_vocabulary_options(settings, text_field)]
     if vocab is not None:
         build += ["--vocab", str(vocab.absolute())]
     jobs = CorpusJobs(
@@ -102,6 +101,15 @@ def submit(
     out.print(f"submitted jobs {', '.join(job_ids)}: scripts and logs in {folder}")
     out.print(f"  status     squeue --jobs={','.join(job_ids)}")
     out.print(f"  at the end electra-dist corpus info {shlex.quote(where)}")
+
+
+def _vocabulary_options(settings: Config, text_field: str) -> list[str]:
+    """Return the options of `corpus vocab` that give a vocabulary as the config `settings` wants it."""
+    options = ["--size", str(settings.model.vocab_size), "--text-field", text_field]
+    options += [] if settings.corpus.lowercase else ["--cased"]
+    options += ["--tokenizer", "bpe"] if settings.corpus.tokenizer == "bpe" else []
+    options += ["--endpoint-url", settings.data.endpoint_url] if settings.data.endpoint_url else []
+    return options
 
 
 def _absolute(path: str) -> str:
