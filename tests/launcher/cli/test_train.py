@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from electra_launcher.cli.command_output import open_console
 from electra_launcher.cli.main import app
-from electra_launcher.cli.train import Host, _codes_of, _cpu_ranks, _hosts, _print_next, _slots
+from electra_launcher.cli.train import Host, _codes_of, _cpu_ranks, _print_next, _read_hosts, _slots
 from support.real_runs import step_records, wait_until
 from typer.testing import CliRunner
 
@@ -45,9 +45,9 @@ def test_a_cpu_gets_the_most_ranks_for_which_there_are_cores_and_rows(
 def test_the_hosts_of_a_file_and_their_number_of_ranks(tmp_path: Path) -> None:
     file = tmp_path / "hostfile"
     file.write_text("# two nodes\nn1 slots=8\n\nuser@n2.cluster slots=8  # the new one\n")
-    assert _hosts(file, None) == [Host("n1", 8), Host("user@n2.cluster", 8)]
-    assert _hosts(file, 1) == [Host("n1", 8)]
-    assert _slots(_hosts(file, None)) == 8
+    assert _read_hosts(file, None) == [Host("n1", 8), Host("user@n2.cluster", 8)]
+    assert _read_hosts(file, 1) == [Host("n1", 8)]
+    assert _slots(_read_hosts(file, None)) == 8
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_a_hostfile_that_cannot_be_used_is_refused(tmp_path: Path, text: str, no
     file = tmp_path / "hostfile"
     file.write_text(text)
     with pytest.raises(UserError, match=message):
-        _slots(_hosts(file, nodes))
+        _slots(_read_hosts(file, nodes))
 
 
 def test_a_hostfile_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     file = tmp_path / "hostfile"
     os.mkfifo(file)
     with pytest.raises(UserError, match="hostfile: is a named pipe"):
-        _hosts(file, None)
+        _read_hosts(file, None)
 
 
 def test_the_command_of_deepspeed_is_shown(
