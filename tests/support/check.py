@@ -45,8 +45,7 @@ FAST = (
 def changed_files(root: Path) -> list[str]:
     """Return the files that differ from the last commit, deleted ones too, and new ones that git does not ignore.
 
-    Raises:
-        subprocess.CalledProcessError: `root` is in no git work tree, or has no commit.
+    Raises CalledProcessError if `root` is in no git work tree, or has no commit.
     """
     names: set[str] = set()
     for arguments in ("diff --name-only --relative -z HEAD", "ls-files -z --others --exclude-standard"):
@@ -81,7 +80,7 @@ def select(root: Path, changed: Sequence[str]) -> dict[str, int]:
 
 
 def _names_of(file: str) -> re.Pattern[str]:
-    """Return what finds the name of a file or, of a Python file, an import of its module in the text of a test."""
+    """Return a pattern that finds, in a test's text, a file's name or, of a Python file, an import of its module."""
     path = PurePosixPath(file)
     names = [rf"(?<![\w.-])(?:{re.escape(file)}|{re.escape(path.name)})(?![\w-])"]
     if path.suffix == ".py":
@@ -103,7 +102,7 @@ def _test_folder(file: str) -> str | None:
 
 
 def _test_name(file: str) -> str:
-    """Return the beginning of the names of the test files for a source file."""
+    """Return how the names of the test files of a source file begin, such as `test_order` for data/order.py."""
     return f"test_{PurePosixPath(file).stem.strip('_')}"
 
 
@@ -144,7 +143,10 @@ def run_nearest_first(selected: Mapping[str, int], seconds: float) -> int:
 
 
 def run_all(selected: Mapping[str, int], seconds: float) -> int:
-    """Run all parts, print how long they took, and return 1 if one failed, otherwise 0. A fault of style ends it."""
+    """Check style and types, run the selected tests, print how long each took; return 1 if one failed, else 0.
+
+    A fault of style ends the call.
+    """
     for options in (["check"], ["format", "--check"]):
         begin = time.monotonic()
         code = subprocess.run([sys.executable, "-m", "ruff", *options, "--quiet", "."], cwd=ROOT).returncode

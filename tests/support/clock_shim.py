@@ -22,11 +22,9 @@ class ClockShim:
     """The wall clock of processes that are started with the variables of `environment`; at first it is not shifted."""
 
     def __init__(self, folder: Path, ranks: str) -> None:
-        """Compile the library.
+        """Compile the library into `folder`, where the file of shifts lies, too.
 
-        Args:
-            folder: where to put the library and the file of shifts.
-            ranks: text in the command lines of the processes that count as ranks.
+        A process whose command line contains the text `ranks` counts as a rank.
         """
         library = folder / "clock_shim.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE)], check=True)

@@ -33,11 +33,9 @@ class CountingStore(Store):
     """
 
     def __init__(self, service: Service, pool_threads: int = 1) -> None:
-        """Create the store; all counts are 0.
+        """Create the store of one process on the objects of `service`; all counts are 0.
 
-        Args:
-            service: holds the objects.
-            pool_threads: number of threads of each thread pool that sends requests, for `num_serial`.
+        `pool_threads` is the number of threads of each pool that sends requests, for `num_serial`.
         """
         self.url = "s3://counted"
         self.requests: Counter[str] = Counter()  # kind ("GET", "PUT", "LIST" or "DELETE") -> number of requests
@@ -63,13 +61,7 @@ class CountingStore(Store):
         return num_serial
 
     def _count(self, kind: str, num_bytes: int = 0, num_requests: int = 1) -> None:
-        """Count requests of this process.
-
-        Args:
-            kind: "GET", "PUT", "LIST" or "DELETE".
-            num_bytes: bytes of the objects that the requests send or receive.
-            num_requests: number of requests.
-        """
+        """Count requests of a kind ("GET", "PUT", "LIST" or "DELETE"), and the bytes of objects that they carry."""
         # A thread of a pool has a name such as "ThreadPoolExecutor-0_3": the pool's name and the thread's number.
         pool, separator, _number = threading.current_thread().name.rpartition("_")
         is_of_pool = separator != "" and "ThreadPool" in pool

@@ -119,11 +119,8 @@ def import_everything() -> None:
 def become(start: Start, names: ProcessNames, descriptors: Sequence[int], kept: Collection[int] = ()) -> NoReturn:
     """Be the program of `start` in this forked process, and end the process with the program's exit code.
 
-    Args:
-        start: the program.
-        names: writes the command and the environment that /proc shows.
-        descriptors: stdin, stdout and stderr of the program.
-        kept: further descriptors that the program has, under their numbers.
+    `names` writes the command and the environment that /proc shows. `descriptors` become stdin, stdout and stderr of
+    the program; it has the descriptors `kept` under their numbers, and no others.
     """
     from support import forked_popen
 
@@ -349,11 +346,7 @@ def receive_start(connection: socket.socket) -> tuple[Start, list[int]]:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Return the next `size` bytes.
-
-    Raises:
-        EOFError: the other end was closed before.
-    """
+    """Return the next `size` bytes; raise EOFError if the other end was closed before."""
     content = b""
     while len(content) < size:
         more = connection.recv(size - len(content))

@@ -138,9 +138,7 @@ def read_layers(text: str) -> list[tuple[Layer, str]]:
 def upward_imports(files: Mapping[str, set[str]], layers: Mapping[str, Layer]) -> list[str]:
     """Return a line for each import between two packages whose target is not in a lower layer.
 
-    Args:
-        files: the files that each file imports.
-        layers: layer of each package; imports from or of packages that are missing in it are ignored.
+    `files` has the files that each file imports. Imports from or of packages that `layers` lacks are ignored.
     """
     found = []
     for file, targets in sorted(files.items()):

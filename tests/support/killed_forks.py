@@ -31,10 +31,8 @@ def run_killed(act: Callable[[], object], folder: Path, kill: Kill) -> None:
 def _fork(act: Callable[[], object], folder: Path, kill: Kill | None) -> tuple[int, list[Operation]]:
     """Run a function in a fork; return the wait status of the fork and the durable operations that it did.
 
-    Args:
-        act: the function to run.
-        folder: folder below which operations are recorded.
-        kill: the operation at which the fork is killed; None to let it end. A killed fork returns no operations.
+    Operations below `folder` are recorded. `kill` names the one at which the fork is killed, which then returns no
+    operations; None lets it end.
     """
     reader, writer = os.pipe()
     process = os.fork()

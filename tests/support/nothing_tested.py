@@ -27,10 +27,8 @@ def files_without_a_test(
 ) -> dict[str, set[str]]:
     """Return the files that were asked for and of which nothing was tested, with the reasons of their skips.
 
-    Args:
-        ran: reports of the tests that were not skipped.
-        skipped: reports of those that were.
-        named: files that the command line names, or of which it names a test.
+    `ran` are the reports of the tests that were not skipped. `named` are the files that the command line names, or of
+    which it names a test.
     """
     tested = {_file(report) for report in ran}
     are_all_marked = all(MARKERS & report.keywords.keys() for report in [*ran, *skipped])

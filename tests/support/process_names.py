@@ -23,7 +23,10 @@ _COMMAND_BEGIN, _COMMAND_END, _ENVIRONMENT_BEGIN, _ENVIRONMENT_END = range(45, 4
 
 
 class ProcessNames:
-    """Access to that memory. Forks inherit it; each method changes what /proc shows of the process that calls it."""
+    """Access to the memory from which the kernel reads what /proc shows of a process. Forks inherit it.
+
+    Each method changes what /proc shows of the process that calls it.
+    """
 
     def __init__(self) -> None:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

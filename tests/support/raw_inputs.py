@@ -113,10 +113,7 @@ def write_raw_inputs(folder: Path, texts: Texts) -> None:
 
     The texts must have no quotes and no blank lines: TSV has no quotes, and a blank line ends a document of a .txt
     file.
-
-    Args:
-        folder: where to write; created.
-        texts: at least as many texts as there are formats.
+    There must be at least as many texts as formats.
     """
     num_formats = len(RAW_FORMATS)
     assert len(texts) >= num_formats

@@ -198,10 +198,7 @@ def started(
     config: Path, ranks: int, log: Path | None = None, env: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run in its own session, and kill every process of that session at the end of the block.
-
-    Args:
-        log: file to which stdout and stderr are appended; by default they are discarded.
-        env: variables to add to the environment.
+    Its stdout and stderr are appended to the file `log`, and otherwise discarded. `env` is added to its environment.
     """
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(log.open("ab")) if log else subprocess.DEVNULL

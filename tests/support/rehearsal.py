@@ -201,12 +201,9 @@ def _is_upload(name: str, inputs: list[torch.Tensor]) -> bool:
 
 
 def _does_work(func: Any, inputs: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-    """Return whether an operator launches work on the device: it is neither a view nor an allocation.
+    """Return whether the operator `func` launches work on the device: it is neither a view nor an allocation.
 
-    Args:
-        func: the operator.
-        inputs: tensors that it read.
-        made: tensors on the device that it returned.
+    It read the tensors `inputs`, and returned the tensors `made`, which are on the device.
     """
     if func._schema.is_mutable:
         return True  # it changes an argument, so its result is no mere view
@@ -249,8 +246,7 @@ def fused_attention(
 def gpu_branch() -> Iterator[list[Launch]]:
     """Make the fused operations take Triton, and record its launches in the list that is yielded.
 
-    Raises:
-        Stray: inside the block, for a launch that a GPU would refuse or that would read wrong memory.
+    Inside the block, a launch that a GPU would refuse, or that would read wrong memory, raises Stray.
     """
     launches: list[Launch] = []
 
@@ -272,17 +268,11 @@ def gpu_branch() -> Iterator[list[Launch]]:
 
 
 def _checked_launch(kernel: Any, args: tuple[Any, ...], grid: Any, options: dict[str, Any]) -> Launch:
-    """Return the record of a launch.
+    """Return the record of a launch of `kernel`, Triton's JITFunction.
 
-    Args:
-        kernel: Triton's JITFunction.
-        args: arguments by position.
-        grid: numbers of programs, or a function of the arguments that returns them.
-        options: arguments by name, and options of the compiler such as `num_warps`.
-
-    Raises:
-        Stray: a tensor is strided or not on the device, an integer has more than 32 bits, an argument is missing, or
-            the grid is empty or too large.
+    `grid` is the numbers of programs, or a function of the arguments that returns them. `options` are arguments by
+    name, and options of the compiler such as `num_warps`. Raises Stray if a tensor is strided or not on the device, an
+    integer has more than 32 bits, an argument is missing, or the grid is empty or too large.
     """
     name = kernel.__name__
     arguments = dict(zip(kernel.arg_names, args))
@@ -334,9 +324,6 @@ def build(config: Config) -> Objective:
     """Return the objective of a config on `meta`, in training mode, with the engine's settings as on a GPU.
 
     Parameters are in the dtype of `train.precision`, as with ZeRO 1 to 3.
-
-    Args:
-        config: sections `model`, `objective` and `engine` decide.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.train.precision]
 
@@ -366,14 +353,9 @@ def scheduled_values(config: Config, step: int) -> ScheduledValues | None:
 def step_input(
     config: Config, module: Objective, rows: int, step: int = 0, scheduled: ScheduledValues | None = None
 ) -> StepInput:
-    """Return the input of a micro-batch on `meta`, as `train/step.py` makes it.
+    """Return the input of a micro-batch of so many rows on `meta`, as `train/step.py` makes it.
 
-    Args:
-        config: gives the row length and the seed.
-        module: gives the objective's settings, on which the scales depend.
-        rows: rows of the micro-batch.
-        step: number of the optimizer step.
-        scheduled: result of `scheduled_values`.
+    `scheduled` is the result of `scheduled_values`.
     """
     ids_BS = torch.empty(rows, config.data.seq_len, dtype=torch.int64, device=META)
     host_ids_BS = np.full((rows, config.data.seq_len), SPECIAL.mask)
@@ -387,16 +369,11 @@ def step_input(
 def rehearse(
     module: Objective, make_input: Callable[[], StepInput], backward: bool = True, allow_unused: tuple[str, ...] = ()
 ) -> Figures:
-    """Run one micro-batch on `meta` as a GPU's host would, and return what was counted.
+    """Run one micro-batch of the objective `module`, from `build`, as a GPU's host would; return what was counted.
 
-    Args:
-        module: objective from `build`.
-        make_input: makes the input; its operators count, too.
-        backward: whether to run the backward pass; without it nothing records gradients, as in evaluation.
-        allow_unused: beginnings of the names of parameters that may stay without gradient.
-
-    Raises:
-        Stray: a GPU would refuse an operator or a launch, or a parameter has no gradient.
+    The operators of `make_input` count, too. Without `backward` nothing records gradients, as in evaluation. Raises
+    Stray if a GPU would refuse an operator or a launch, or if a parameter has no gradient, unless its name begins with
+    one of `allow_unused`.
     """
     module.zero_grad()
     keyed_random.device_keys.cache_clear()  # the micro-batch is the first of its step

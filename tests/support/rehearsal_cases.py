@@ -134,8 +134,7 @@ CASES = {
 def run(case: Case) -> Figures:
     """Rehearse a case and return what was counted.
 
-    Raises:
-        rehearsal.Stray: a GPU would refuse something, or a parameter that the case trains has no gradient.
+    Raises `rehearsal.Stray` if a GPU would refuse something, or a parameter that the case trains has no gradient.
     """
     _fill_caches()
     config = case.config()

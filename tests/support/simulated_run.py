@@ -38,11 +38,9 @@ class Simulation:
         return datetime.fromtimestamp(self.now, UTC).isoformat(timespec="milliseconds")
 
     def job(self, steps: int, ending: str) -> None:
-        """Simulate one job: queue, start, `steps` steps, and the event `ending`; `kill` records no event.
+        """Simulate one job: queue, start, `steps` steps from the last checkpoint, and the event `ending`.
 
-        Args:
-            steps: steps that the job makes from the last checkpoint.
-            ending: name of the last event, or `kill`.
+        The ending `kill` records no event.
         """
         submitted = self.iso()
         self.spend("queue", QUEUE)

@@ -49,10 +49,7 @@ def freezable_disk(folder: Path, megabytes: int = 16) -> Iterator[Path]:
 
     After `fsfreeze --freeze FOLDER`, every write to it blocks until `fsfreeze --unfreeze FOLDER`, as on a network
     share whose server does not answer. Unfreeze it before the block ends.
-
-    Args:
-        folder: the folder, which is created if it is missing; the image of the file system is written beside it.
-        megabytes: size of the file system in MiB.
+    The folder is created if it is missing; the image of the file system, of so many MiB, is written beside it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     image = folder.with_name(f"{folder.name}.ext4")

@@ -22,8 +22,7 @@ State = dict[str, dict[str, np.ndarray]]  # parameter -> kind ("master", "exp_av
 def tiny_engine(settings: dict[str, Any]) -> tuple[Config, Engine]:
     """Return an engine of two tiny towers with their initial weights, and its config. Collective.
 
-    Args:
-        settings: values of config keys, such as {"engine.zero_stage": 1}.
+    `settings` are values of config keys, such as {"engine.zero_stage": 1}.
     """
     config = Config.model_validate(tiny_tree("unused", "unused", **settings))  # type: ignore[arg-type]
     module = build_objective(config.model, config.objective, SPECIAL, 3)

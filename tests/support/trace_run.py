@@ -100,8 +100,7 @@ def figures(calls: Counter[Function]) -> dict[str, int]:
 def trace() -> dict[str, Counter[Function]]:
     """Run the tiny training in this process, and return the calls of each phase.
 
-    Raises:
-        RuntimeError: the run has failed, or a function of PHASES was not called.
+    Raises RuntimeError if the run has failed, or a function of PHASES was not called.
     """
     with tempfile.TemporaryDirectory() as folder:
         corpus, run_dir = f"{folder}/corpus", Path(folder) / "run"

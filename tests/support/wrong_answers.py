@@ -48,11 +48,9 @@ def _error(status: int, code: str) -> WrongAnswer:
 
 
 def own_answer(fault: str, address: str) -> WrongAnswer:
-    """Return an answer of `OWN_ANSWERS`.
+    """Return an answer that the real server is not asked for; `fault` is its kind, of `OWN_ANSWERS`.
 
-    Args:
-        fault: the kind.
-        address: URL of the request.
+    `address` is the URL of the request.
     """
     if fault == "redirected":
         return WrongAnswer(307, {"Location": address}, b"")
@@ -67,13 +65,9 @@ def own_answer(fault: str, address: str) -> WrongAnswer:
 
 
 def changed_answer(fault: str, status: int, headers: dict[str, str], body: bytes) -> WrongAnswer:
-    """Return the real server's answer, changed as `fault` describes.
+    """Return the real server's answer, changed as `fault`, a kind of `OBJECT_ANSWERS` or `LISTING_FAULTS`, describes.
 
-    Args:
-        fault: a kind of `OBJECT_ANSWERS` or `LISTING_FAULTS`.
-        status: status of the real answer.
-        headers: its headers without Content-Length.
-        body: its body.
+    `headers` are those of the real answer without Content-Length.
     """
     if fault == "noetag":
         headers = {name: value for name, value in headers.items() if name.lower() != "etag"}

@@ -116,10 +116,9 @@ class Drill:
     ) -> None:
         """Start the supervisor by `command`, with its output in RUN_DIR.log. `seed` decides what the faults hit.
 
-        Args:
-            first_step: earliest step to which the run may fall back. A fault that damages a checkpoint therefore waits
-                until there are two complete checkpoints of this step or later steps.
-            disk: the folder whose disk `fill_disk` fills; None: the run's checkpoint folder.
+        The run may not fall back behind `first_step`, so a fault that damages a checkpoint waits until there are two
+        complete checkpoints of this step or later ones. `disk` is the folder whose disk `fill_disk` fills; None stands
+        for the run's checkpoint folder.
         """
         self._run_dir = run_dir
         self._command = command
