@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from electra_launcher.supervise.supervisor import Log
+from electra_launcher.supervise.messages import Log
 from support.hostile_text import HOSTILE, SHOWN
 
 from electra_dist.errors import UserError

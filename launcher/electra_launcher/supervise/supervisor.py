@@ -24,7 +24,6 @@ import shlex
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from electra_dist.config import Config
@@ -40,7 +39,7 @@ from electra_dist.errors import (
 )
 from electra_dist.escapes import printable
 from electra_dist.run.failures import Failure, read_failures, record_failure
-from electra_dist.run.folder import MEETING_DIR, STOP_FILE, supervise_log
+from electra_dist.run.folder import MEETING_DIR, STOP_FILE
 from electra_dist.run.heartbeat import delete_preflight_heartbeat, hang_limits, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
@@ -48,12 +47,12 @@ from electra_dist.run.ledger import Ledger, LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.process_table import mark_of, marked_pids, node_name
 from electra_dist.run.strikes import Strike, add_strike, read_strikes
 from electra_dist.store.atomic_files import lock_file, writable
-from electra_dist.store.patience import Patience, patient, waits
+from electra_dist.store.patience import Patience, patient
 from electra_dist.train.stop_request import JobEndTime
 from electra_launcher.preflight.findings import exit_code, strike_of
 from electra_launcher.preflight.node_check import check_gpus, preflight
 from electra_launcher.supervise.hang_report import nccl_environment
-from electra_launcher.supervise.notify import event_of, notify
+from electra_launcher.supervise.messages import Log, event_of, notify
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, kill_marked
 from electra_launcher.supervise.rendezvous import Rendezvous
@@ -367,29 +366,6 @@ class Supervisor:
         if self._cluster.notify and event and not was_killed:
             notify(self._cluster.notify, self._run_dir, event, end.why, end.code, self.log)
         return end.code
-
-
-class Log:
-    """Log of one supervisor. Calling the object with a text writes the text to stdout and RUN/supervise-NODE.log."""
-
-    def __init__(self, run_dir: Path, node: int, patience: Patience | None = None) -> None:
-        self.patience = patience
-        self._file = self._open(supervise_log(run_dir, node))
-
-    @waits
-    def _open(self, path: Path) -> int:
-        with writable(path):
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-
-    def __call__(self, text: str) -> None:
-        """Write a line to stdout and, with the UTC time in front, to the log file. A full disk raises no exception."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        print(printable(f"supervise: {text}"), flush=True)
-        try:
-            os.write(self._file, f"{now} {printable(text)}\n".encode())
-        except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
-            problem = f"the log file cannot be written ({error.strerror}); free space in the run folder"
-            print(printable(f"supervise: {problem}"), flush=True)
 
 
 @patient

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from electra_launcher.supervise.notify import event_of, notify
+from electra_launcher.supervise.messages import event_of, notify
 from support.supervised_runs import FAKE, supervised
 
 from electra_dist.run.process_table import is_alive

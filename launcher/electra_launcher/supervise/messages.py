@@ -1,4 +1,4 @@
-"""Run the user's command `cluster.notify` when a run is done, needs a person, or makes no progress any more."""
+"""Tell people what a supervisor decides: a line in its log, and at its end the user's command `cluster.notify`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,41 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR
+from electra_dist.escapes import printable
+from electra_dist.run.folder import supervise_log
+from electra_dist.store.atomic_files import writable
+from electra_dist.store.patience import Patience, waits
 
 _LIMIT_S = 30.0  # after which the command is killed
 # Exit code of the supervisor -> the event. A run that was stopped on purpose (75) needs no person.
 _EVENTS = {EXIT_DONE: "done", EXIT_UNHEALTHY: "unhealthy", EXIT_USER_ERROR: "error", EXIT_CRASH: "no_progress"}
+
+
+class Log:
+    """Log of one supervisor. Calling the object with a text writes the text to stdout and RUN/supervise-NODE.log."""
+
+    def __init__(self, run_dir: Path, node: int, patience: Patience | None = None) -> None:
+        self.patience = patience
+        self._file = self._open(supervise_log(run_dir, node))
+
+    @waits
+    def _open(self, path: Path) -> int:
+        with writable(path):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def __call__(self, text: str) -> None:
+        """Write a line to stdout and, with the UTC time in front, to the log file. A full disk raises no exception."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        print(printable(f"supervise: {text}"), flush=True)
+        try:
+            os.write(self._file, f"{now} {printable(text)}\n".encode())
+        except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
+            problem = f"the log file cannot be written ({error.strerror}); free space in the run folder"
+            print(printable(f"supervise: {problem}"), flush=True)
 
 
 def event_of(code: int, node: int) -> str | None:
