@@ -8,7 +8,8 @@ UTF-8, or UTF-16 with a byte order mark.
 A table is a .tsv file, which is split at tabs only because GLUE contains unbalanced quotes, a .csv file with quotes
 as in RFC 4180, a .jsonl file, a .parquet file, or a folder of `datasets.save_to_disk`. The delimiter of a .csv file is
 the one of , ; | and the tab that gives its header most columns. Where Arrow files say the names of a column's classes,
-as those of the library datasets do, the names take the place of the numbers.
+as those of the library datasets do, the names take the place of the numbers. The columns of text and label are found
+by usual titles, or else by their values.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import itertools
 import json
 import math
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +39,22 @@ Column = str | int  # name in the header of a file, or index (from 0) in a file 
 
 TABLE_SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 SAVED_STATE = "state.json"  # of a dataset that `datasets.save_to_disk` has written
+_SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
 _DELIMITERS = (",", ";", "\t", "|")
+_ROWS_OF_SAMPLE = 1000  # lines by which the columns are found
+_TEXT_TITLES = [
+    "text",
+    "sentence",
+    "content",
+    "review",
+    "comment",
+    "tweet",
+    "document",
+    "body",
+    "message",
+    "utterance",
+]
+_LABEL_TITLES = ["label", "labels", "class", "category", "target", "intent", "sentiment"]
 
 _LINE_END = re.compile(r"(?<!\r)\r*\n|\r")  # a search begins at the first of several \r, so that it stays linear
 _MAX_SHOWN_CHARS = 40  # of a value in an error message
@@ -94,7 +111,9 @@ def _decode(data: bytes, file: Path) -> str:
         return data.decode("utf-16" if is_utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         encoding = "UTF-16, as its first bytes say" if is_utf_16 else "UTF-8"
-        raise UserError(f"{file}: not {encoding} (byte {error.start}); convert the file to UTF-8") from None
+        command = f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(file))} > NEW{file.suffix}"
+        hint = "" if is_utf_16 else f", such as a file of Western Windows by: {command}"
+        raise UserError(f"{file}: not {encoding} (byte {error.start}); convert the file to UTF-8{hint}") from None
 
 
 def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
@@ -147,6 +166,7 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
     if delimiter == "\\t":
         delimiter = "\t"
     if has_header and delimiter is None and file.is_file() and suffix not in TABLE_SUFFIXES:
+        refuse_spreadsheet(file)
         raise UserError(
             f"{file}: no table, going by its name; convert it to a {', '.join(TABLE_SUFFIXES)} file, or pass the "
             f"--delimiter of its columns"
@@ -165,6 +185,14 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
     if suffix == ".csv" or delimiter is not None:
         return _csv_table(file, raw, delimiter)
     return _tsv_table(file, raw, has_header)
+
+
+def refuse_spreadsheet(file: Path) -> None:
+    """Raise UserError, which says how to convert it, if the ending of a file's name is that of a spreadsheet."""
+    if file.suffix.lower() in _SPREADSHEETS:
+        raise UserError(
+            f"{file}: a spreadsheet, which is not read; save it as CSV UTF-8 in its program, and name the .csv file"
+        )
 
 
 def check_name_once(file: Path, column: Column, columns: Sequence[str]) -> None:
@@ -331,3 +359,82 @@ def _class_names(schema: pa.Schema) -> dict[str, list[str]]:
         }
     except (DamagedJson, KeyError, TypeError, AttributeError):
         return {}
+
+
+def find_columns(
+    table: Table, text_a: Column, text_b: Column | None, label: Column, is_regression: bool
+) -> tuple[Column, Column]:
+    """Return the columns of text and label; a given name is kept, and for "" the only candidate is found.
+
+    Columns with a usual title are candidates. If there are none, any column of repeating values may be the label (of a
+    regression: any column of numbers), and any column of mostly several words the text. Raises UserError if there is
+    not exactly one candidate.
+    """
+    taken = (text_a, text_b, label)
+    if len(table.columns) == 1:
+        raise UserError(
+            f"{table.file}: only one column, `{table.columns[0][:40]}`, where texts and labels are needed; if another "
+            "character separates the columns, pass it as --delimiter"
+        )
+    if label == "":
+        free = [column for column in table.columns if column not in taken]
+        label = _find_label_column(table, free, is_regression)
+    return text_a or find_text_column(table, [*taken, label]), label
+
+
+def _find_label_column(table: Table, free: Sequence[str], is_regression: bool) -> str:
+    """Return the column of the label among the columns `free`, by its title or else by its values."""
+    found = [column for column in free if column.lower() in _LABEL_TITLES]
+    if not found:
+        fits = _are_numbers if is_regression else _repeat
+        others = [column for column in free if column.lower() not in _TEXT_TITLES]
+        found = [column for column in others if fits(_sample(table, column))]
+        if len(found) == 1 and found[0] in _sample(table, found[0]):
+            raise UserError(
+                f"{table.file}: the first line seems to hold an example, `{found[0]}` being a label further down; "
+                "put a line before it with the names of the columns, such as text and label"
+            )
+    return _only_candidate(table, found, "label", "--label")
+
+
+def find_text_column(table: Table, taken: Collection[Column | None]) -> str:
+    """Return the only column of texts that is not in `taken`; raise UserError if there is not exactly one."""
+    free = [column for column in table.columns if column not in taken]
+    found = [column for column in free if column.lower() in _TEXT_TITLES]
+    found = found or [column for column in free if _have_words(_sample(table, column))]
+    found = found or (free if len(free) == 1 else [])
+    return _only_candidate(table, found, "text", "--text-a (and --text-b for pairs)")
+
+
+def _sample(table: Table, column: str) -> list[str]:
+    lines = itertools.islice(table.lines(), _ROWS_OF_SAMPLE)
+    return [str(line.record[column]) for _, line in lines if column in line.record]
+
+
+def _only_candidate(table: Table, found: Sequence[str], what: str, option: str) -> str:
+    if not table.columns:
+        raise UserError(f"{table.file}: is empty; its first line must name the columns")
+    if len(set(found)) == 1:
+        return found[0]
+    which = f"{' and '.join(found)} may each be the {what}" if found else f"no column is clearly the {what}"
+    raise UserError(f"{table.file}: {which}; name one of {', '.join(table.columns)} with {option}")
+
+
+def _repeat(values: list[str]) -> bool:
+    return 0 < len(set(values)) <= len(values) / 2
+
+
+def number_in(text: str) -> float:
+    """Return a text as a number; NaN if it is none. Python alone would read 2019_12 as 201912."""
+    try:
+        return math.nan if "_" in text else float(text)
+    except ValueError:
+        return math.nan
+
+
+def _are_numbers(values: list[str]) -> bool:
+    return all(math.isfinite(number_in(value)) for value in values)
+
+
+def _have_words(values: list[str]) -> bool:
+    return sum(" " in value.strip() for value in values) > len(values) / 2

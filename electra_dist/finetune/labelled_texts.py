@@ -1,4 +1,4 @@
-"""Describe and read the files of tasks on texts, find their columns, and write predictions for test sets.
+"""Describe and read the files of tasks on texts, and turn their labels into targets and outputs back into labels.
 
 Guarantee: callers name a column by its title in the header, or by its index, from 0, if the file has no header (CoLA).
 Lines of a .tsv file with too few columns (QQP has some) are left out and counted; google-research/electra leaves them
@@ -10,20 +10,18 @@ The metric that counts as a task's score is that of the ELECTRA paper's tables o
 correlation for CoLA, Spearman for STS, accuracy for all others. MNLI is scored on the matched set; metrics of the
 mismatched set have the prefix `mismatched_`. WNLI, which the reference leaves out, is read like the others.
 
-A submission has one line for each example of the test file, in its order, with the columns `index` and `prediction`;
-names of files and forms of labels are those that gluebenchmark.com asks for. Labels of the tasks on inference are
-words, those of STS-B numbers from 0 to 5, and all others 0 or 1.
-
-Source: https://gluebenchmark.com/faq, question 3, and its sample_submission.zip.
+A label of a classification becomes its number in the list of labels. A label of a regression is scaled linearly, so
+that the lowest possible label becomes 0 and the highest 1; if the task does not define these two, the lowest and the
+highest label of the training data are taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -31,24 +29,9 @@ import numpy as np
 
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
-from electra_dist.finetune.task import TextFile, tsv_file
-from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, check_name_once, read_table
+from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, check_name_once, number_in, read_table
 
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
-_ROWS_OF_SAMPLE = 1000  # lines by which the columns are found
-_TEXT_TITLES = [
-    "text",
-    "sentence",
-    "content",
-    "review",
-    "comment",
-    "tweet",
-    "document",
-    "body",
-    "message",
-    "utterance",
-]
-_LABEL_TITLES = ["label", "labels", "class", "category", "target", "intent", "sentiment"]
 
 
 class Texts(NamedTuple):
@@ -168,85 +151,6 @@ def find_split(data: Path, split: str) -> Path | None:
     return found[0] if found else None
 
 
-def find_columns(
-    table: Table, text_a: Column, text_b: Column | None, label: Column, is_regression: bool
-) -> tuple[Column, Column]:
-    """Return the columns of text and label; a given name is kept, and for "" the only candidate is found.
-
-    Columns with a usual title are candidates. If there are none, any column of repeating values may be the label (of a
-    regression: any column of numbers), and any column of mostly several words the text. Raises UserError if there is
-    not exactly one candidate.
-    """
-    taken = (text_a, text_b, label)
-    if len(table.columns) == 1:
-        raise UserError(
-            f"{table.file}: only one column, `{table.columns[0][:40]}`, where texts and labels are needed; if another "
-            "character separates the columns, pass it as --delimiter"
-        )
-    if label == "":
-        free = [column for column in table.columns if column not in taken]
-        label = _find_label_column(table, free, is_regression)
-    return text_a or find_text_column(table, [*taken, label]), label
-
-
-def _find_label_column(table: Table, free: Sequence[str], is_regression: bool) -> str:
-    """Return the column of the label among the columns `free`, by its title or else by its values."""
-    found = [column for column in free if column.lower() in _LABEL_TITLES]
-    if not found:
-        fits = _are_numbers if is_regression else _repeat
-        others = [column for column in free if column.lower() not in _TEXT_TITLES]
-        found = [column for column in others if fits(_sample(table, column))]
-        if len(found) == 1 and found[0] in _sample(table, found[0]):
-            raise UserError(
-                f"{table.file}: the first line seems to hold an example, `{found[0]}` being a label further down; "
-                "put a line before it with the names of the columns, such as text and label"
-            )
-    return _only_candidate(table, found, "label", "--label")
-
-
-def find_text_column(table: Table, taken: Collection[Column | None]) -> str:
-    """Return the only column of texts that is not in `taken`; raise UserError if there is not exactly one."""
-    free = [column for column in table.columns if column not in taken]
-    found = [column for column in free if column.lower() in _TEXT_TITLES]
-    found = found or [column for column in free if _have_words(_sample(table, column))]
-    found = found or (free if len(free) == 1 else [])
-    return _only_candidate(table, found, "text", "--text-a (and --text-b for pairs)")
-
-
-def _sample(table: Table, column: str) -> list[str]:
-    lines = itertools.islice(table.lines(), _ROWS_OF_SAMPLE)
-    return [str(line.record[column]) for _, line in lines if column in line.record]
-
-
-def _only_candidate(table: Table, found: Sequence[str], what: str, option: str) -> str:
-    if not table.columns:
-        raise UserError(f"{table.file}: is empty; its first line must name the columns")
-    if len(set(found)) == 1:
-        return found[0]
-    which = f"{' and '.join(found)} may each be the {what}" if found else f"no column is clearly the {what}"
-    raise UserError(f"{table.file}: {which}; name one of {', '.join(table.columns)} with {option}")
-
-
-def _repeat(values: list[str]) -> bool:
-    return 0 < len(set(values)) <= len(values) / 2
-
-
-def number_in(text: str) -> float:
-    """Return a text as a number; NaN if it is none. Python alone would read 2019_12 as 201912."""
-    try:
-        return math.nan if "_" in text else float(text)
-    except ValueError:
-        return math.nan
-
-
-def _are_numbers(values: list[str]) -> bool:
-    return all(math.isfinite(number_in(value)) for value in values)
-
-
-def _have_words(values: list[str]) -> bool:
-    return sum(" " in value.strip() for value in values) > len(values) / 2
-
-
 def split_off(texts: Texts, share: float, seed: int, is_regression: bool) -> tuple[Texts, Texts]:
     """Return (training, development) examples; `held_out_rows` chooses the development examples."""
     keys: list[str] | list[float] = [float(label) for label in texts.label] if is_regression else texts.label
@@ -350,86 +254,139 @@ GLUE = {
 }
 
 
-SUBMISSION_DIR = "submission"  # folder of the files for the benchmark, within the folder of a model
+@dataclasses.dataclass(frozen=True)
+class LabelTargets:
+    """Conversion of a task's labels into training targets, and of a model's outputs back into labels."""
+
+    labels: tuple[str, ...] = ()  # in the order of their numbers; empty for a regression
+    span: tuple[float, float] = (0.0, 1.0)  # labels of a regression that become the targets 0 and 1
+    has_limits: bool = False  # whether no label of the regression may lie outside of `span`
+
+    @classmethod
+    def of(cls, spec: TextSpec, train: Texts) -> LabelTargets:
+        """Take the labels, or a regression's range, from `spec`; if it has none, from the training file `train`."""
+        if spec.kind == "regression":
+            return cls((), spec.span or _range_of(label_values(train)), spec.span is not None)
+        labels = spec.labels or _labels_of(train)
+        if len(labels) == 1:
+            raise UserError(
+                f"{train.file}: every example has the label `{labels[0]}`; a classification needs two labels or more: "
+                f"add examples of another label"
+            )
+        return cls(labels)
+
+    @property
+    def num_outputs(self) -> int:
+        """Return the number of outputs of a head: one per label, or 1 for a regression."""
+        return len(self.labels) or 1
+
+    def targets(self, texts: Texts) -> np.ndarray:
+        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
+
+        Numbers are scaled to [0, 1]: by the task's range or, if it has none, by that of the training file, so that
+        those of other files may lie outside.
+        """
+        if self.labels:
+            return np.array(_label_numbers(texts, self.labels))[:, None]
+        value_N = np.array(label_values(texts))  # fp32 cannot tell large labels apart
+        low, high = self.span
+        return ((value_N - low) / (high - low))[:, None].astype(np.float32)
+
+    def predictions(self, output_NL: np.ndarray) -> np.ndarray:
+        """Return a prediction for each row of outputs [N, L]: the best label's number, or a regression's value."""
+        return output_NL.argmax(1) if self.labels else output_NL[:, 0]
+
+    def predicted_labels(self, output_NL: np.ndarray) -> list[str]:
+        """Convert outputs [N, L] to the predicted label of each example, written as in a file.
+
+        Numbers of a regression are in the units of the labels, and clipped to the range that the task defines, if any.
+        """
+        predicted_N = self.predictions(output_NL)
+        if self.labels:
+            return [self.labels[number] for number in predicted_N]
+        low, high = self.span
+        value_N = low + (high - low) * predicted_N.astype(np.float64)
+        if self.has_limits:
+            value_N = value_N.clip(low, high)
+        return [f"{value:.6g}" for value in value_N]
 
 
-class UnlabelledSpec(NamedTuple):
-    """Where a test set is, which columns it has, and the name of the file with the predictions for it."""
-
-    path: str  # relative to the folder of the GLUE download, or to that of a custom task
-    text_a: Column
-    text_b: Column | None
-    index_column: Column | None  # column of the example's number; None to number the examples from 0
-    output: str  # relative to the folder of a model
-
-
-class UnlabelledSet(NamedTuple):
-    """Texts of a test set, the ids of its examples, and the name of the file for the predictions."""
-
-    texts: Texts
-    indices: list[str]
-    output: str
-
-
-def _glue(path: str, output: str, text_a: str, text_b: str | None = None, index: str = "index") -> UnlabelledSpec:
-    return UnlabelledSpec(path, text_a, text_b, index, f"{SUBMISSION_DIR}/{output}")
+def _labels_of(train: Texts) -> tuple[str, ...]:
+    """Return a file's different labels, sorted; refuse an empty label, a tab, and two spellings of one number."""
+    labels = tuple(sorted(set(train.label)))
+    label_of: dict[Decimal, str] = {}
+    for label in labels:
+        place = f"{train.file}:{train.line[train.label.index(label)]}"
+        if not label:
+            raise UserError(f"{place}: the label is empty; write a label, or remove the line")
+        if set(label) & set("\t\r\n"):
+            raise UserError(f"{place}: the label has a tab or a line end in it, which tables cannot hold; remove it")
+        number = _number_in(label)
+        if number is not None and label_of.setdefault(number, label) != label:
+            raise UserError(
+                f"{place}: the label `{label}` is the same number as the label `{label_of[number]}` of other lines; "
+                f"write it in one way, or name the labels by words"
+            )
+    return labels
 
 
-GLUE_TEST_SETS = {
-    "cola": (_glue("CoLA/test.tsv", "CoLA.tsv", "sentence"),),  # the test file has a header, unlike the others of CoLA
-    "sst2": (_glue("SST-2/test.tsv", "SST-2.tsv", "sentence"),),
-    "mrpc": (_glue("MRPC/test.tsv", "MRPC.tsv", "#1 String", "#2 String"),),
-    "stsb": (_glue("STS-B/test.tsv", "STS-B.tsv", "sentence1", "sentence2"),),
-    "qqp": (_glue("QQP/test.tsv", "QQP.tsv", "question1", "question2", index="id"),),
-    "mnli": (
-        _glue("MNLI/test_matched.tsv", "MNLI-m.tsv", "sentence1", "sentence2"),
-        _glue("MNLI/test_mismatched.tsv", "MNLI-mm.tsv", "sentence1", "sentence2"),
-        _glue("diagnostic/diagnostic.tsv", "AX.tsv", "sentence1", "sentence2"),  # predicted by the model for MNLI
-    ),
-    "qnli": (_glue("QNLI/test.tsv", "QNLI.tsv", "question", "sentence"),),
-    "rte": (_glue("RTE/test.tsv", "RTE.tsv", "sentence1", "sentence2"),),
-    "wnli": (_glue("WNLI/test.tsv", "WNLI.tsv", "sentence1", "sentence2"),),
-}
+def remarks_on_labels(labels: Sequence[str]) -> list[str]:
+    """Return a line for each group of labels that differ only in case or in spaces, and so may be meant as one."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for label in labels:
+        alike[" ".join(label.casefold().split())].append(label)
+    return [
+        f"{' and '.join(f'`{label}`' for label in group)} differ only in case or spaces, and are learnt as "
+        f"{len(group)} labels; write them in one way if they mean the same"
+        for group in alike.values()
+        if len(group) > 1
+    ]
 
 
-def read_test_sets(
-    task: str, data: Path, text_a: Column, text_b: Column | None, delimiter: str | None = None
-) -> list[UnlabelledSet]:
-    """Read those test files of a task that exist; a missing file is no error.
+def _number_in(label: str) -> Decimal | None:
+    """Return a label as a number; None if it is not a finite number."""
+    try:
+        number = Decimal(label)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() and "_" not in label else None  # Python reads 1_1 as 11
 
-    The folders of GLUE are in `data` or in its folder glue/. The test file of a custom task is the table `test` with
-    the columns `text_a` and `text_b`, and its `delimiter` if that is given. Raises UserError if a line has too few
-    columns, because a submission needs a prediction for every example.
+
+def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
+    """Return the index in `labels` of each text's label; UserError names the first line with another label."""
+    number_of = {label: number for number, label in enumerate(labels)}
+    numbers = []
+    for label, line in zip(texts.label, texts.line, strict=True):
+        if label not in number_of:
+            raise UserError(
+                f"{texts.file}:{line}: unknown label `{label}`; one of {', '.join(labels)} is expected: "
+                f"correct the line"
+            )
+        numbers.append(number_of[label])
+    return numbers
+
+
+def label_values(texts: Texts) -> list[float]:
+    """Return the labels of a regression as numbers; raise UserError if one is not a finite number."""
+    values = []
+    for label, line in zip(texts.label, texts.line, strict=True):
+        value = number_in(label)
+        if not math.isfinite(value):
+            raise UserError(
+                f"{texts.file}:{line}: the label `{label}` is not a finite number; correct the line, or "
+                f"fine-tune for classification (--kind classification)"
+            )
+        values.append(value)
+    return values
+
+
+def _range_of(values: list[float]) -> tuple[float, float]:
+    """Return the lowest and the highest of `values`.
+
+    If both are equal, the second result is a larger number, because callers divide by the difference.
     """
-    if task not in GLUE_TEST_SETS:
-        file = find_split(data, "test")
-        spec = UnlabelledSpec("", text_a, text_b, None, "test_predictions.tsv")
-        return [_read(file, spec, delimiter)] if file else []
-    test_sets = []
-    for spec in GLUE_TEST_SETS[task]:
-        files = [folder / spec.path for folder in (data, data / "glue") if (folder / spec.path).is_file()]
-        if files:
-            test_sets.append(_read(files[0], spec))
-    return test_sets
-
-
-def _read(file: Path, spec: UnlabelledSpec, delimiter: str | None = None) -> UnlabelledSet:
-    """Read the texts of a test set without labels, and the index under which each prediction is written."""
-    # `read_texts` needs a label column, which a test set lacks: the index column, or else the first text, stands in.
-    index_column = spec.text_a if spec.index_column is None else spec.index_column
-    texts = read_texts(file, spec.text_a, spec.text_b, index_column, delimiter)
-    if texts.skipped > 0:
-        raise UserError(
-            f"{file}: {texts.skipped} lines have too few columns, but predictions are needed for all examples; "
-            f"download the file again, or rename it to go on without its predictions"
-        )
-    indices = texts.label
-    if spec.index_column is None:
-        indices = [str(number) for number in range(len(texts.a))]
-    return UnlabelledSet(texts=texts, indices=indices, output=spec.output)
-
-
-def predictions_file(test_set: UnlabelledSet, predictions: Sequence[str]) -> TextFile:
-    """Return the file for the predictions of a test set; `predictions` are in the order of its examples."""
-    rows = zip(test_set.indices, predictions, strict=True)
-    return tsv_file(test_set.output, ("index", "prediction"), rows)
+    low = min(values)
+    high = max(values)
+    if high == low:
+        high = low + max(1.0, abs(low))  # callers divide by the difference; a smaller one may be lost in rounding
+    return low, high

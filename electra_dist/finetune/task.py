@@ -80,6 +80,10 @@ class Task(abc.ABC):
         `progress` is called after each batch with ("predict", rows done, rows in total).
         """
 
+    def constant_guess(self) -> str:
+        """Return a line with the score of a guess that is the same for all development examples; "" if not known."""
+        return ""
+
     def predict_test_sets(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> tuple[TextFile, ...]:

@@ -59,12 +59,15 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     sources = environment.get("corpus", {}).get("sources", {})
     phases = environment.get("corpus", {}).get("phases", ())
     curves = _draw_curves(run_dir) if records else None
+    folder_of_run = run_dir.resolve()
+    if folder_of_run.name == "run":  # as `electra-dist init` names it, in a folder that has the user's name
+        folder_of_run = folder_of_run.parent
     cards = []
     for tower, folder in export.folders.items():
         if curves is not None:
             with replacing(folder / CURVES_FILE) as file:
                 file.write(curves)
-        card = model_card(tower, run_dir.resolve().name, export, records, versions, license_id, phases, sources)
+        card = model_card(tower, folder_of_run.name, export, records, versions, license_id, phases, sources)
         with replacing(folder / CARD_FILE) as file:
             file.write(card.encode())
         cards.append(folder / CARD_FILE)

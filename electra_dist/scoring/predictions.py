@@ -26,16 +26,24 @@ import numpy as np
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
-from electra_dist.finetune.labelled_texts import Texts, find_text_column, texts_of
+from electra_dist.finetune.labelled_texts import LabelTargets, Texts, texts_of
 from electra_dist.finetune.passage_windows import Question, SquadFile, read_squad
 from electra_dist.finetune.squad_task import find_answers, score_answers
 from electra_dist.finetune.tagging_task import are_bio_tags, spans_of, tag_metrics, word_outputs
-from electra_dist.finetune.text_task import LabelTargets, encode_texts, text_metrics, text_outputs
+from electra_dist.finetune.text_task import encode_texts, text_metrics, text_outputs
 from electra_dist.finetune.word_files import read_words
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
-from electra_dist.tables import TABLE_SUFFIXES, JsonLine, Table, read_table, split_lines
+from electra_dist.tables import (
+    TABLE_SUFFIXES,
+    JsonLine,
+    Table,
+    find_text_column,
+    read_table,
+    refuse_spreadsheet,
+    split_lines,
+)
 
 if TYPE_CHECKING:
     from electra_dist.finetune.models import TaskModel
@@ -43,7 +51,8 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 Row = dict[str, Any]
-_SHOWN_LABELS = 5  # of a model, in a remark
+_SHOWN = 5  # labels of a model, or empty texts, in a remark
+_LABELS_OF_DETECTION = {"0": "REPLACED"}  # of an untuned ModernBERT discriminator, which has a class for tags
 _KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
@@ -74,15 +83,17 @@ class TunedModel:
         """Read the settings in a model's folder; in an output folder of fine-tuning, those of its best seed."""
         if not (folder / "config.json").exists() and (folder / "best" / "config.json").exists():
             folder = folder / "best"
-        if is_run_folder(folder) and not (folder / "config.json").exists():
-            name = shlex.quote(str(folder))
-            raise UserError(
-                f"{folder}: a pretrained run, which knows no task; tune it first: electra-dist finetune "
-                f"--model {name} --data TEXTS.csv --output tuned"
-            )
         self.folder = folder
-        self.config = _read_json(folder / "config.json")
+        is_model = (folder / "config.json").exists()
+        is_untuned = not is_model and (is_run_folder(folder) or (folder / "discriminator" / "config.json").exists())
+        self.config = {} if is_untuned else _read_json(folder / "config.json")
         architecture = str((self.config.get("architectures") or [""])[0])
+        is_untuned |= architecture.endswith(("ForPreTraining", "ForMaskedLM"))
+        if is_untuned or self.config.get("id2label") == _LABELS_OF_DETECTION:
+            raise UserError(
+                f"{folder}: a pretrained model, which knows no task; tune it first: electra-dist finetune "
+                f"--model {shlex.quote(str(folder))} --data TEXTS.csv --output tuned"
+            )
         kinds = [kind for kind in _KINDS if architecture.endswith(f"For{kind}")]
         if not kinds or self.config.get("problem_type") == "multi_label_classification":
             raise UserError(
@@ -181,23 +192,36 @@ def _open(
         raise UserError(f"{file}: {texts.skipped} lines have too few columns, but all are predicted; complete them")
     if model.kind == "TokenClassification":
         words = [tuple(text.split()) for text in texts.a]
-        return texts.remarks(), lambda progress: _predict_tags(model, words, None, progress)
+        notes = [*texts.remarks(), *_remarks_on_empty_texts(texts)]
+        return notes, lambda progress: _predict_tags(model, words, None, progress)
     targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
     labelled = [row for row, name in enumerate(texts.label) if label and name]
-    notes = texts.remarks()
+    notes = [*texts.remarks(), *_remarks_on_empty_texts(texts)]
     if is_table and not has_named_text and trained_column not in (None, text_a):
         notes.append(
             f"{file}: there is no column `{trained_column}`, so the text is the column `{text_a}`; name another one "
             f"with --text-a, or the file .txt if it has no header and one text on each line"
         )
     if labelled and targets.labels and not set(texts.label) & set(targets.labels):
-        known = ", ".join(targets.labels[:_SHOWN_LABELS])
+        known = ", ".join(targets.labels[:_SHOWN])
         notes.append(f"{file}: no label in `{label}` is one of the model's ({known}), so none is scored")
         labelled = []
     target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
     if 0 < len(labelled) < len(texts.a):
         notes.append(f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored")
     return notes, lambda progress: _predict_texts(model, texts, targets, labelled, target_N1, progress)
+
+
+def _remarks_on_empty_texts(texts: Texts) -> list[str]:
+    """Return a line with the number of empty texts, and where the first ones are; [] if there are none."""
+    empty = [index for index, text in enumerate(texts.a) if not text.strip()]
+    if not empty:
+        return []
+    shown = ", ".join(map(str, empty[:_SHOWN])) + (", ..." if len(empty) > _SHOWN else "")
+    return [
+        f"{texts.file}: {len(empty)} of {len(texts.a)} texts are empty (index {shown}), and what is predicted for "
+        f"them means nothing"
+    ]
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -246,6 +270,7 @@ def _with_empty_labels(table: Table, label: str) -> Table:
 
 def _read_lines(file: Path) -> Table:
     """Return a file with one text on each line as a table with the column `text`; a blank line is an empty text."""
+    refuse_spreadsheet(file)
     with readable(file):
         raw = read_regular(file, MOST_DATA_BYTES)
     texts = split_lines(raw, file)

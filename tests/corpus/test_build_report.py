@@ -325,5 +325,7 @@ def test_text_in_a_nested_field_is_used_and_a_wrong_field_is_answered_with_those
         ]
     with pytest.raises(UserError, match=r"--text-field to a field with text \(data\.text\)"):
         build_corpus(build_request(tmp_path / "a.jsonl", "no", text_field="data"))
-    with pytest.raises(UserError, match=r"no column `data\.body` of text; .*: id, data\.text, data\.n"):
+    with pytest.raises(
+        UserError, match=r"no column `data\.body` of text; .*: id \(no text\), data\.text, data\.n \(no text\)$"
+    ):
         build_corpus(build_request(tmp_path / "a.parquet", "no2", text_field="data.body"))

@@ -16,9 +16,9 @@ from support.small_encoder import head_parameters
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
-from electra_dist.finetune.labelled_texts import GLUE, GLUE_TEST_SETS, TextSpec
+from electra_dist.finetune.labelled_texts import GLUE, TextSpec
 from electra_dist.finetune.squad_task import SquadTask
-from electra_dist.finetune.text_task import TextTask
+from electra_dist.finetune.text_task import GLUE_TEST_SETS, TextTask
 from electra_dist.pretrained.encoder import Pretrained
 
 CPU = torch.device("cpu")

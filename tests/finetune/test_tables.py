@@ -188,7 +188,9 @@ BAD = {
     "labels.tsv": ("text\tlabel\tlabel\na b\tx\ty\n", r"labels\.tsv: two columns have the name `label`"),
     "alone.csv": ("text,label\na b,x\nc d,y\n", r"alone\.csv: no label has more .* --kind regression"),
     "all.json": ('[{"text": "a b", "label": "x"}]', r"all\.json: no table, going by its name; convert"),
-    "book.xlsx": ("PK", r"book\.xlsx: no table, going by its name; convert it .* or pass the --delimiter"),
+    "book.doc": ("PK", r"book\.doc: no table, going by its name; convert it .* or pass the --delimiter"),
+    "book.xlsx": ("PK", r"book\.xlsx: a spreadsheet, which is not read; save it as CSV UTF-8 .* name the \.csv file"),
+    "old.csv": ("text,label\ncaf\u00e9,x\n", r"old\.csv: not UTF-8 \(byte 14\); convert .*iconv -f WINDOWS-1252 "),
     "few.csv": ("text,label\na b,x\nc d,x\ne f,y\n", r"few\.csv: 3 examples are too few to hold out 10% of them"),
 }  # fmt: skip
 
@@ -196,7 +198,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_table_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     content, message = BAD[name]
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, "cp1252")
 
     with pytest.raises(UserError, match=message) as error:
         open_custom(tmp_path / name)

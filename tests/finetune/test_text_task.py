@@ -202,3 +202,23 @@ def test_the_mean_of_the_states_is_refused_where_it_has_no_effect_and_where_tran
         task.model(modern_encoder, mean, seed=0)
     with pytest.raises(UserError, match=r"^--set class_weights: custom has no classes; leave it out$"):
         TextTask(REGRESSION, tmp_path).check(FinetuneConfig(class_weights="balanced"))
+
+
+def test_labels_that_differ_only_in_case_or_spaces_are_named(tmp_path: Path) -> None:
+    write_train_and_dev(tmp_path, "text\tkind\na b\tVery good\na c\tvery  good\na d\tbad\na e\t very  good \n")
+
+    task = TextTask(CUSTOM, tmp_path)
+
+    remark = (
+        "`Very good` and `very  good` differ only in case or spaces, and are learnt as 2 labels; write them in one"
+    )
+    assert [note.startswith(remark) for note in task.notes] == [True]
+    assert task.labels == ("Very good", "bad", "very  good")
+
+
+def test_the_score_of_a_guess_is_that_of_the_most_frequent_label_of_the_training(tmp_path: Path) -> None:
+    write(tmp_path / "train.tsv", "text\tkind\na\t1\nb\t2\nc\t1\n")
+    write(tmp_path / "dev.tsv", "text\tkind\na\t1\nb\t2\nc\t2\nd\t2\n")
+
+    assert TextTask(CUSTOM, tmp_path).constant_guess() == "always to predict `1` has accuracy 0.2500"
+    assert TextTask(REGRESSION, tmp_path).constant_guess() == "always to predict the mean has spearman 0.0000"

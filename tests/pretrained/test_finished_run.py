@@ -228,6 +228,14 @@ def test_damaged_checkpoints_are_named_and_do_not_count(
     assert "is damaged" in export(copy, "--checkpoint", "15", exit_code=78)
     assert "ask for a mean of 3" in export(copy, "--average", "last:4", exit_code=78)
     assert export_run(copy, tmp_path / "newest").steps == (20,)
+    damage(copy, 20)
+    assert export_run(copy, tmp_path / "older").steps == (10,)
+    named = capsys.readouterr().err.splitlines()
+    assert [("step-00000020" in line, "step-00000015" in line) for line in named[-3:-1]] == [
+        (True, False),
+        (False, True),
+    ]
+    assert named[-1] == "the checkpoint of step 10 is exported"
 
 
 def test_verify_reads_the_token_counts_of_a_run(copy: Path) -> None:
@@ -332,6 +340,7 @@ def test_the_card_has_the_facts_of_the_run_and_its_lines_load_the_model(
     for tower, model_class in (("discriminator", "ElectraForPreTraining"), ("generator", "ElectraForMaskedLM")):
         card = ModelCard.load(tmp_path / tower / "README.md")
         assert card.data.license == "apache-2.0"
+        assert f"# {run.parent.name}: ELECTRA {tower}" in card.text  # "run" alone says nothing
         assert card.data.library_name == "transformers"
         corpus = read_manifest(open_store(load_config(run / "config.yaml").data.corpus))
         assert f"`{corpus.fingerprint}`" in card.text

@@ -29,7 +29,7 @@ from electra_dist.finetune.open_task import TaskRequest, open_task
 from electra_dist.finetune.stored_scores import Measured
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.pretrained.export import export_tower
+from electra_dist.pretrained.export import export_tower, export_towers
 from electra_dist.scoring.predictions import TunedModel, open_predictions
 from electra_dist.tokenizer import Vocabulary
 
@@ -151,15 +151,14 @@ def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder:
     table.to_parquet(tmp_path / "new.parquet")
     for name in files:
         rows, metrics = predict(tmp_path, tmp_path / name)
+        notes = open_predictions(TunedModel(tmp_path), tmp_path / name)(lambda *_: None).notes
 
         assert [row["prediction"] for row in rows] == expected, name
+        assert f"{tmp_path / name}: 2 of 5 texts are empty (index 1, 3), and what is predicted for them" in notes[0]
         if "new.txt" != name != "one.csv":
             assert [row.get("label") for row in rows] == ["animal", None, None, None, "none"]
             assert metrics["accuracy"] == ((expected[0] == "animal") + (expected[4] == "none")) / 2
-            assert (
-                "2 of 5 rows have a label"
-                in open_predictions(TunedModel(tmp_path), tmp_path / name)(lambda *_: None).notes[-1]
-            )
+            assert "2 of 5 rows have a label" in notes[-1]
 
     table.assign(label="cat").to_csv(tmp_path / "new.csv", index=False)
     result = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
@@ -276,7 +275,7 @@ def test_answers_are_those_of_the_development_predictions_and_the_best_span_of_t
 
 
 def test_the_command_writes_tables_and_json_lines_and_says_in_one_line_what_is_wrong(
-    encoder: Pretrained, tmp_path: Path
+    encoder: Pretrained, model: ModelConfig, modern_model: ModelConfig, tmp_path: Path
 ) -> None:
     write_texts(tmp_path / "train.csv", 0, 40)
     tune(encoder, tmp_path, name="custom", data=tmp_path / "train.csv")
@@ -293,17 +292,27 @@ def test_the_command_writes_tables_and_json_lines_and_says_in_one_line_what_is_w
     assert "accuracy" in written.output and "p.tsv: 40 predictions" in written.output
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "book.xlsx").touch()
     (tmp_path / "run").mkdir()
+    exports = tmp_path / "export"
+    vocabulary = encoder.vocabulary
+    export_towers(build_towers(model, 3).state_dict(), model, vocabulary, True, exports)
+    export_towers(build_towers(modern_model, 3).state_dict(), modern_model, vocabulary, True, tmp_path / "modern")
     (tmp_path / "run" / "config.yaml").touch()
-    for model, data, message in (
+    for folder, data, message in (
         (tmp_path / "best", "other.csv", "no column is clearly the text; name one of a, b with --text-a"),
         (tmp_path / "best", "nowhere.csv", "nowhere.csv: no such file"),
         (tmp_path / "best", "empty.txt", r"empty.txt: no examples; add at least one line with all columns \(text\)"),
-        (tmp_path / "run", "other.csv", "run: a pretrained run, .* electra-dist finetune --model .*run --data"),
+        (tmp_path / "run", "other.csv", "run: a pretrained model, .* electra-dist finetune --model .*run --data"),
+        (exports, "other.csv", "export: a pretrained model, .* electra-dist finetune --model .*export --data"),
+        (exports / "discriminator", "other.csv", "discriminator: a pretrained model, which knows no task"),
+        (exports / "generator", "other.csv", "generator: a pretrained model, which knows no task"),
+        (tmp_path / "modern" / "discriminator", "other.csv", "discriminator: a pretrained model, which knows no task"),
+        (tmp_path / "best", "book.xlsx", "book.xlsx: a spreadsheet, which is not read"),
         (tmp_path / "nowhere", "other.csv", "no such file; name the folder of a tuned model"),
     ):
         with pytest.raises(UserError, match=message):
-            open_predictions(TunedModel(model), tmp_path / data)
+            open_predictions(TunedModel(folder), tmp_path / data)
 
 
 def test_texts_that_were_cut_are_counted_and_those_that_just_fit_are_not(encoder: Pretrained, tmp_path: Path) -> None:

@@ -284,14 +284,14 @@ def _type_at(schema: pyarrow.Schema, path: list[str]) -> pyarrow.DataType | None
 def _names_of_columns(fields: Iterable[pyarrow.Field], prefix: str = "") -> Iterator[str]:
     """Yield the names of columns; for a column with fields, those of its fields, such as data.text.
 
-    `prefix` is the name of the outer column, with a dot at its end.
+    A name of a column that holds no text says so. `prefix` is the name of the outer column, with a dot at its end.
     """
     for field in fields:
         inner = _fields_within(field.type)
         if inner:
             yield from _names_of_columns(inner, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name
+            yield f"{prefix}{field.name}" if _is_text(field.type) else f"{prefix}{field.name} (no text)"
 
 
 def _fields_within(column_type: pyarrow.DataType) -> list[pyarrow.Field]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -201,6 +202,12 @@ def finetune(
     summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
     _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
     _print_summaries(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries)
+    for name, opened in tasks.items():
+        guess = opened.constant_guess()
+        if guess:
+            out.print(f"to compare: {name}: {guess}")
+    if writes_models:
+        _print_next(out, model_dirs)
 
 
 def _advise_on_threads(out: Console, parallel: int) -> None:
@@ -222,6 +229,18 @@ def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> 
     for summary in summaries:
         for seed, reason in summary.failed.items():
             out.print(f"failed: {summary.task} seed {seed}: {reason}")
+
+
+def _print_next(out: Console, model_dirs: dict[str, Path]) -> None:
+    """Print the command that predicts with the best model of each task, where `predict` reads such models."""
+    files = {"squad1": "QUESTIONS.json", "squad2": "QUESTIONS.json", "ner": "WORDS.txt", "tagging": "WORDS.txt"}
+    commands = [
+        f"  electra-dist predict {shlex.quote(str(folder))} {files.get(name, 'NEW.csv')} --output predictions.csv"
+        for name, folder in model_dirs.items()
+        if name != "pairs" and (folder / "best" / "config.json").exists()
+    ]
+    for line in ["next:", *commands] if commands else []:
+        out.print(line, soft_wrap=True)
 
 
 def _default_output(model: str) -> Path:

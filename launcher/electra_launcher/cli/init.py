@@ -65,6 +65,11 @@ def init(
     out.print(f"  electra-dist corpus build --input TEXT --vocab {vocabulary} --output {corpus} --config {config}")
     out.print(f"  electra-dist train {config}")
     out.print(f"  electra-dist export {run}")
+    out.print(
+        "Text in a table or in JSON lines: add --text-field COLUMN to both corpus commands, unless it is `text`."
+    )
+    if size is Size.TINY:
+        out.print("The training takes three minutes on two CPU cores, and longer on a machine that does other work.")
 
 
 def _commented(tree: dict[str, Any], size: Size) -> str:

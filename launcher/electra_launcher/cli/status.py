@@ -59,7 +59,10 @@ def _progress(known: dict[str, Any]) -> str:
     progress = f"{step:,} of {num_steps:,}"
     if known["loss"] is None:
         return progress
-    progress += f" ({100 * step / num_steps:.1f} %), loss {known['loss']:.4f}"
+    saved = known["checkpoint"]
+    is_behind = saved is not None and saved["step"] > step  # not every step is logged, but every one can be saved
+    logged = " at the last logged step" if is_behind else ""
+    progress += f" ({100 * step / num_steps:.1f} %), loss {known['loss']:.4f}{logged}"
     if step >= num_steps:
         return progress
     return f"{progress}, eta {format_duration(known['eta_s'])}"

@@ -53,6 +53,8 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     assert report["tasks"][0]["scores"] == [0.5, 0.5]
     assert list(report["tasks"][0]["failed"]) == ["0", "1"]
     assert "failed: rte seed 1: degenerate: all 8 predictions are" in first.output
+    assert "to compare: rte: always to predict `entailment` has accuracy 0.5000" in first.output
+    assert f"electra-dist predict {tmp_path / 'out'} NEW.csv --output predictions.csv" in first.output
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert again.output.count("already there") == 2
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
@@ -84,6 +86,8 @@ def test_several_tasks_have_a_folder_each_and_no_save_writes_scores_only(
     for task in ("rte", "ner"):
         assert (tmp_path / "a" / task / "best" / "model.safetensors").exists()
     assert {path.name for path in (tmp_path / "b").iterdir()} == {"results.jsonl", "results.json"}
+    assert f"predict {tmp_path / 'a' / 'ner'} WORDS.txt" in saved.output
+    assert "electra-dist predict" not in scores.output
     both = [json.loads((tmp_path / name / "results.json").read_text())["tasks"] for name in ("a", "b")]
     assert [task["scores"] for task in both[0]] == [task["scores"] for task in both[1]]
 

@@ -30,6 +30,8 @@ def test_the_config_differs_from_the_packaged_one_in_its_paths_only(
     lines = file.read_text().splitlines()
     keys = [number for number, line in enumerate(lines) if re.match(r" *(?!extends)\w+: ", line)]
     assert len(keys) > 10 and all(lines[number - 1].lstrip().startswith("# ") for number in keys)
+    assert "add --text-field COLUMN to both corpus commands" in done.output
+    assert ("takes three minutes on two CPU cores" in done.output) == (size is Size.TINY)
     assert "--vocab 'my model/vocab.txt'" in done.output and "--config 'my model/pretrain.yaml'" in done.output
 
 

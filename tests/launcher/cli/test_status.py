@@ -122,6 +122,15 @@ def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodp
     assert commands(page)[0] == f"tail -f {run}/slurm/job-7.log"
 
 
+def test_a_step_that_is_behind_the_checkpoint_is_said_to_be_the_last_one_logged(run: Path) -> None:
+    ledger(run, event("checkpoint", 20, step=14, attempt=1, stall_s=0.5, wait_s=0.0, spent_s={}))
+    page = shown(run)
+    assert any(
+        line.startswith("  step        12 of 20 (60.0 %), loss 8.5185 at the last logged step") for line in page
+    )
+    assert any(line.startswith("  checkpoint  step 14") for line in page)
+
+
 def test_the_page_is_also_printed_as_json(run: Path, monkeypatch: pytest.MonkeyPatch):
     queue(monkeypatch, RUNNING, WAITING)
     result = CliRunner().invoke(app, ["status", str(run), "--json"])
