@@ -35,7 +35,7 @@ _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "
 
 
 class Texts(NamedTuple):
-    """Examples of one file as parallel lists: first texts, second texts (if any), labels and line numbers."""
+    """Texts of a file with their labels; all lists have one entry for each example, in the order of the file."""
 
     a: list[str]
     b: list[str] | None  # None for a task on single texts
@@ -264,7 +264,10 @@ class LabelTargets:
 
     @classmethod
     def of(cls, spec: TextSpec, train: Texts) -> LabelTargets:
-        """Take the labels, or a regression's range, from `spec`; if it has none, from the training file `train`."""
+        """Take the labels, or the lowest and highest label of a regression, from `spec` or else from `train`.
+
+        `train` has the training examples. Raises UserError if they have only one label, or one that cannot be used.
+        """
         if spec.kind == "regression":
             return cls((), spec.span or _range_of(label_values(train)), spec.span is not None)
         labels = spec.labels or _labels_of(train)
@@ -281,10 +284,10 @@ class LabelTargets:
         return len(self.labels) or 1
 
     def targets(self, texts: Texts) -> np.ndarray:
-        """Return the targets of a file's examples, [N, 1]: int64 label numbers, or fp32 numbers for a regression.
+        """Return the targets of a file's examples, [N, 1]: int64 numbers of labels, or fp32 numbers of a regression.
 
-        Numbers are scaled to [0, 1]: by the task's range or, if it has none, by that of the training file, so that
-        those of other files may lie outside.
+        A number of a regression is scaled so that the lowest label becomes 0 and the highest 1. Both are the task's
+        or, if it defines none, those of the training file; targets of other files may then lie outside [0, 1].
         """
         if self.labels:
             return np.array(_label_numbers(texts, self.labels))[:, None]

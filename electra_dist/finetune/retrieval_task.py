@@ -115,7 +115,8 @@ class RetrievalTask(Task):
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
         """Return the pairs, each as the ids of both texts one after another.
 
-        The targets of a pair are the number of ids of its first text, and the numbers of both texts.
+        The targets of a pair, int64 [N, 3], are the number of ids of its first text, and a number for each of both
+        texts, which is the same for equal texts.
         """
         import torch
 
@@ -149,9 +150,9 @@ class RetrievalTask(Task):
 
         query_QH = self._vectors(self.queries, model, encoder, settings, progress)
         document_DH = self._vectors(self.documents, model, encoder, settings, progress)
-        rankings = [_best(document_DH @ query_H) for query_H in query_QH]
+        rankings = [_best_documents(document_DH @ query_H) for query_H in query_QH]
         metrics = retrieval_metrics(rankings, self.relevant, DEPTH)
-        of_bm25 = [_best(scores) for scores in bm25_scores(self.queries, self.documents)]
+        of_bm25 = [_best_documents(scores) for scores in bm25_scores(self.queries, self.documents)]
         metrics[f"bm25_ndcg{DEPTH}"] = retrieval_metrics(of_bm25, self.relevant, DEPTH)[self.metric]
         is_constant = len(document_DH) > 1 and float(np.ptp(document_DH, axis=0).max()) < 1e-6
         failures = ("all texts have the same vector",) if is_constant else ()
@@ -206,7 +207,7 @@ def _json_file(name: str, content: Any) -> TextFile:
     return TextFile(name=name, text=json.dumps(content, indent=2) + "\n")
 
 
-def _best(scores_D: np.ndarray) -> list[int]:
+def _best_documents(scores_D: np.ndarray) -> list[int]:
     """Return the numbers of the documents with the highest scores, best first; of equal ones the first."""
     best: list[int] = np.argsort(-scores_D, kind="stable")[:DEPTH].tolist()
     return best

@@ -56,7 +56,7 @@ _POLL_S = 1.0  # between two reports on progress
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedJob:
-    """Request to fine-tune on a task with one seed. It has only the task's name, so it can be sent to a process."""
+    """Request to fine-tune on a task with one seed; a small object that can be sent to another process."""
 
     task: str
     seed: int
@@ -148,10 +148,7 @@ def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: Finetu
 
 
 def _has_its_model(result: Measured, folder: Path | None) -> bool:
-    """Return whether `folder` holds a result's model.
-
-    True, too, if no model is expected, because `folder` is None or the loss diverged.
-    """
+    """Return whether `folder` holds the model of a result, or none is expected: no folder is given, or it diverged."""
     if folder is None or result.score is None:
         return True
     return read_identity(folder) == result.identity

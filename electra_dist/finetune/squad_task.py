@@ -196,7 +196,7 @@ def best_spans(windows: Sequence[AnswerWindow], scores: SpanScores, max_answer: 
 
 
 def _is_allowed(window: AnswerWindow, start: int, end: int, max_answer: int) -> bool:
-    """Return whether a span may be the answer; `start` and `end` count from the window's first passage token, 0."""
+    """Return whether the tokens from `start` to `end` may be the answer; 0 is the window's first passage token."""
     is_inside = 0 <= start <= end < len(window.owned)
     if not is_inside:
         return False
@@ -315,11 +315,11 @@ def _windows(
 
 
 class Answers(NamedTuple):
-    """Answers of a model to the questions of a file, by the number of the question."""
+    """Answers of a model to the questions of a file; the keys of both dicts are the questions' numbers, from 0."""
 
     passages: list[Passage]
-    best: dict[int, Span]  # the best span; none for an empty passage
-    no_answer: dict[int, float]  # the lowest no-answer logit of the windows
+    best: dict[int, Span]  # the best span of tokens; no entry if no span is allowed, as in an empty passage
+    no_answer: dict[int, float]  # the higher, the less likely there is an answer; no entry for an empty passage
 
     def text(self, number: int, question: Question) -> str:
         """Return the text of the answer to a question, or "" if no span was found."""
@@ -332,7 +332,11 @@ class Answers(NamedTuple):
 def find_answers(
     model: TaskModel, file: SquadFile, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
 ) -> Answers:
-    """Return the best spans that a model finds in the windows of all questions."""
+    """Let a model answer all questions of a file: each gets its best span of tokens, and a logit of "no answer".
+
+    A long passage is read in overlapping windows. The span is the most probable one of all windows, the logit the
+    lowest. `progress` is called with ("predict", windows done, windows in total).
+    """
     from electra_dist.finetune.models import AnswerModel
     from electra_dist.finetune.training_loop import predict
 

@@ -44,13 +44,13 @@ class ItemResults:
 
     @classmethod
     def of_hits(cls, hits_by_kind: Sequence[Sequence[bool]]) -> ItemResults:
-        """Pack the results of the items of each kind."""
+        """Pack whether the encoder is right on each item; there is one list for each kind of item, in any order."""
         bits = np.concatenate([np.asarray(hits, dtype=bool) for hits in hits_by_kind])
         packed = base64.b64encode(np.packbits(bits).tobytes()).decode()
         return cls(hits=packed, kind_sizes=[len(hits) for hits in hits_by_kind])
 
     def in_unit(self, factor: float) -> ItemResults:
-        """Return the results of the score times `factor`; single right and wrong answers stay what they are."""
+        """Return the results of a score in another unit, times `factor`; what is right or wrong stays so."""
         return dataclasses.replace(self, resamples=[factor * value for value in self.resamples])
 
     def is_hit(self) -> np.ndarray:
@@ -122,7 +122,7 @@ class ScoreStore:
             self._scores[measured.identity, measured.seed] = measured
 
     def find(self, identity: str, seed: int) -> Measured | None:
-        """Return the newest stored score with this identity and seed, or None if there is none."""
+        """Return the newest stored score of this seed, whose `identity` is the digest of all else, or None."""
         return self._scores.get((identity, seed))
 
     def add(self, measured: Measured, checkpoint: Mapping[str, Any] | None = None) -> None:

@@ -112,7 +112,7 @@ def tag_metrics(
 
 
 def _failures(predicted: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return one failure if all words, at least two, are predicted to have the same tag; otherwise ()."""
+    """Return a line that says so if all predicted tags, at least two, are the same one; otherwise ()."""
     tags = [tag for sentence in predicted for tag in sentence]
     if len(tags) > 1 and len(set(tags)) == 1:
         return (f"degenerate: all {len(tags)} predictions are `{tags[0]}`",)
@@ -123,7 +123,7 @@ _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 
 
 class TaggedRow(NamedTuple):
-    """Row of token ids for some consecutive words of a sentence, and the places of the words' first pieces."""
+    """Token ids of a sentence, or of a part of a long one, and which of them begin a word."""
 
     sentence: int  # number of the sentence in its file, from 0
     ids: list[int]

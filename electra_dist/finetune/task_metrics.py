@@ -148,7 +148,7 @@ def sentence_errors(counts: Sequence[tuple[int, int]]) -> tuple[float | None, It
 def metric_with_error(
     predicted: np.ndarray, true: np.ndarray, num_labels: int, metric: str
 ) -> tuple[float, ItemResults]:
-    """Return the standard error of a metric over the choice of the test examples, and the results behind it.
+    """Return the standard error of a metric over the choice of the test examples, and the results on single examples.
 
     For an accuracy p over N examples the error is sqrt(p (1 - p) / N). For any other metric it is the standard
     deviation over bootstrap resamples. `num_labels` is 0 for a regression.
@@ -209,8 +209,10 @@ def linear_outputs(
 
 
 def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
-    """Return which rows to hold out, bool [num_rows]: those of a fixed random tenth of the `num_distinct` examples.
-    Row i is of example i % num_distinct. None is held out if there are fewer than 10 examples.
+    """Return which training rows to hold out, bool [num_rows]: those of a fixed random tenth of the examples.
+
+    There are `num_distinct` examples. If a pair of texts is used in both orders, an example has two rows, i and
+    i + `num_distinct`, which are held out together. Of fewer than 10 examples none is held out.
     """
     # Every example has a distinct random rank; the examples with the lowest tenth of the ranks are held out.
     rank_of_example = np.random.default_rng(0).permutation(num_distinct)
@@ -225,9 +227,10 @@ def _held_out_rows(num_rows: int, num_distinct: int) -> np.ndarray:
 def _best_penalty(
     train_NF: np.ndarray, target_N: np.ndarray, is_held_out_N: np.ndarray, num_labels: int, metric: str
 ) -> tuple[float, float | None]:
-    """Return the L2 penalty with the best held-out score, and this score.
+    """Return which of `PENALTIES` gives the best score on the held-out rows, and this score.
 
-    If nothing is held out, or all other rows have one label, return the smallest penalty and None.
+    The model of each penalty is fitted to the other rows. If nothing is held out, or the other rows have one label
+    only, the smallest penalty and None are returned.
     """
     held_out_features = train_NF[is_held_out_N]
     held_out_targets = target_N[is_held_out_N]

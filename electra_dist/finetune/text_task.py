@@ -154,7 +154,7 @@ def read_test_sets(
 
 
 def _read(file: Path, spec: UnlabelledSpec, delimiter: str | None = None) -> UnlabelledSet:
-    """Read the texts of a test set without labels, and the index under which each prediction is written."""
+    """Read a test set, which has no labels, and the number under which each prediction will be written."""
     # `read_texts` needs a label column, which a test set lacks: the index column, or else the first text, stands in.
     index_column = spec.text_a if spec.index_column is None else spec.index_column
     texts = read_texts(file, spec.text_a, spec.text_b, index_column, delimiter)
@@ -364,7 +364,7 @@ class TextTask(Task):
         return tuple(files)
 
     def _dev_predictions(self, outputs: dict[str, np.ndarray]) -> tuple[TextFile, ...]:
-        """Return a table of predictions and labels for each development file, such as dev_predictions.tsv."""
+        """Return for each development file a table with the prediction and the label of each of its examples."""
         files = []
         for prefix, stem in self.spec.dev_files:
             answers = self._label_targets.predicted_labels(outputs[prefix])

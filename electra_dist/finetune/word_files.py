@@ -106,7 +106,10 @@ def check_words(words: Sequence[str], place: str) -> None:
 
 
 def _blocks(file: Path, lines: list[str]) -> Iterator[tuple[int, list[list[str]]]]:
-    """Yield for each sentence the line number (from 1) of its first word, and the columns of each syntactic word."""
+    """Yield for each sentence the number of the line (from 1) of its first word, and the columns of each of its words.
+
+    Lines of multiword tokens (ID 1-2) and of empty nodes (ID 5.1) are left out.
+    """
     words: list[list[str]] = []
     first_line = 0
     for number, line in enumerate([*lines, ""], start=1):
@@ -189,9 +192,10 @@ def find_tagged_file(folder: Path, split: str) -> Path | None:
 
 
 def read_tagged_file(file: Path) -> list[TaggedSentence]:
-    """Read the sentences of a file: in CoNLL-U format if its suffix is .conllu, otherwise one word in each line.
+    """Read the words and tags of a file: in CoNLL-U format if its suffix is .conllu, otherwise in columns.
 
-    Such a line has columns, of which the first is the word and the last its tag; the module explains the details.
+    A line of columns, which tabs or spaces separate, is a word: the first column is its text, the last its tag. An
+    empty line ends a sentence. Lines that begin with -DOCSTART-, and comments, are left out.
     """
     if file.suffix.lower() == ".conllu":
         return [TaggedSentence(sentence.words, sentence.tags) for sentence in read_conllu(file)]
@@ -223,12 +227,12 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
             blocks[-1].append(_Line.parse(number, text.strip(" ")))
 
     # A line that looks like a comment is a word only if it has the columns of the other lines.
-    other_lines = [line for block in blocks for line in block[_num_marked(block) :]]
+    other_lines = [line for block in blocks for line in block[_num_comment_like_lines(block) :]]
     layouts = {line.layout for line in other_lines}
     tags = {line.columns[-1] for line in other_lines}
     sentences = []
     for block in blocks:
-        num_marked = _num_marked(block)
+        num_marked = _num_comment_like_lines(block)
         marked_words = [line for line in block[:num_marked] if line.layout in layouts]
         for line in marked_words:
             if line.columns[-1] not in tags:
@@ -241,8 +245,11 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
     return [lines for lines in sentences if lines]
 
 
-def _num_marked(block: Sequence[_Line]) -> int:
-    """Count the leading lines of a block that look like comments: they begin with # and a space or tab."""
+def _num_comment_like_lines(block: Sequence[_Line]) -> int:
+    """Return how many lines at the beginning of a block look like comments: they begin with # and a space or tab.
+
+    A block is a sentence's words, one on each line, with the comments before them.
+    """
     for number, line in enumerate(block):
         if line.columns[0] != "#" and not line.columns[0].startswith("# "):
             return number
@@ -289,9 +296,9 @@ def _check_first_column(file: Path, sentences: Sequence[TaggedSentence]) -> None
 
 
 def read_words(file: Path) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]] | None]:
-    """Read sentences with or without tags; return their words and their tags, or None for the tags.
+    """Return the words of each sentence of a file, and their tags if the file has some, otherwise None.
 
-    A file without tags has one word on each line and no tab or space.
+    A file without tags has one word on each line, an empty line after a sentence, and no tab or space.
     """
     lines = [line.strip(" ") for line in split_lines(read_regular(file, MOST_DATA_BYTES), file)]
     if file.suffix.lower() == ".conllu" or any("\t" in line or " " in line for line in lines):

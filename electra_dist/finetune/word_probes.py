@@ -42,7 +42,7 @@ from electra_dist.finetune.training_loop import Progress, predict, quiet, row_se
 from electra_dist.finetune.word_files import Sentence, Treebank
 from electra_dist.pretrained.encoder import Pretrained
 
-_BATCH = 64  # sentences per forward pass
+_BATCH = 32  # sentences per forward pass of the encoder, and per step of a probe
 
 
 class WordStates(NamedTuple):
@@ -100,7 +100,7 @@ def compute_word_states(
 
 
 def _encode(encoder: Pretrained, sentence: Sentence) -> tuple[list[int], list[int]]:
-    """Return the ids of a sentence with [CLS] and [SEP], and the indices of [CLS] and of each word's first piece."""
+    """Return a sentence's token ids, from [CLS] to [SEP], and the indices of [CLS] and of each word's first token."""
     special = encoder.special
     row = [special.cls]
     places = [0]
@@ -115,7 +115,6 @@ Target = Literal["tags", "heads"]
 _EPOCHS = 10
 _MIN_STEPS = 400  # a small treebank is read more often than _EPOCHS times
 _NUM_CHECKS = 10  # how often the held-out accuracy is computed
-_BATCH = 32  # sentences per step
 _LR = 2e-2  # at the first step
 _NO_WORD = -100  # target of padding, which cross_entropy ignores
 
@@ -185,7 +184,10 @@ def _new_probe(target: Target, hidden_size: int, num_tags: int) -> nn.Module:
 
 
 class _Standardization:
-    """Shift and scale that give each feature of the training states mean 0 and standard deviation 1."""
+    """Function that subtracts each feature's mean over the training states, and divides by its standard deviation.
+
+    The deviation counts as at least 1e-6, so a feature that is constant in training becomes 0 there.
+    """
 
     def __init__(self, state_TH: torch.Tensor) -> None:
         self._mean_H = state_TH.mean(0)
@@ -252,7 +254,10 @@ def _batches(
 
 
 def _classes(sentence: Sentence, target: Target, tags: Sequence[str]) -> torch.Tensor:
-    """Return the class of each word, int64 [W]: the number of its tag, or the place of its head; -100 for [CLS]."""
+    """Return what a probe shall predict at [CLS] and at each word, int64 [1 + words]; -100, nothing, at [CLS].
+
+    It is the number of the word's tag in `tags`, or the number of its head, counted from 1; 0 for the root.
+    """
     if target == "heads":
         return torch.tensor([_NO_WORD, *sentence.heads])
     # A tag that the training data lack gets a number that no model predicts.
