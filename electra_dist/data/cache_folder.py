@@ -121,7 +121,7 @@ class CacheRoom(NamedTuple):
 
 
 def windows_bytes(shard_bytes: Sequence[int], window_shards: int) -> int:
-    """Return the largest possible size of two shuffle windows: the sum of the 2 * `window_shards` largest shards."""
+    """Return the most bytes that two shuffle windows, of `window_shards` shards each, can have."""
     return sum(sorted(shard_bytes, reverse=True)[: 2 * window_shards])
 
 

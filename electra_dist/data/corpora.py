@@ -41,7 +41,7 @@ class StoredShard(NamedTuple):
 
     @property
     def local_path(self) -> Path | None:
-        """Return the path of the file, or None if it has to be fetched."""
+        """Return the path of the shard's file, or None if it must be fetched because the corpus is on S3."""
         return self.store.local_path(self.entry.name)
 
     @property
@@ -52,7 +52,7 @@ class StoredShard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Part of a run that trains on one corpus: the number of its first step, and the opened corpus."""
+    """Part of a run that trains on one corpus (`data.phases`): the number of its first step, and the opened corpus."""
 
     from_step: int  # number of the phase's first step, from 0
     url: str  # as the config names it
@@ -68,12 +68,12 @@ class Corpora:
 
     @classmethod
     def of(cls, store: Store, manifest: CorpusManifest, url: str | None = None) -> Corpora:
-        """Return the corpora of a run on one corpus; `url` names it in messages, and is by default the store's."""
+        """Return the corpora of a run that has only one, by default named by the URL of its store in messages."""
         return cls(phases=(Phase(from_step=0, url=url or store.url, store=store, manifest=manifest),))
 
     @property
     def url(self) -> str:
-        """Return the URL or folder of the only corpus, or the config key of several."""
+        """Return what messages call the corpora: the URL or folder of the only one, or "data.phases" for several."""
         return self.phases[0].store.url if len(self.phases) == 1 else "data.phases"
 
     @property
@@ -88,7 +88,7 @@ class Corpora:
 
     @property
     def tokenizer(self) -> TokenizerEntry:
-        """Return the entry of corpus.json about the tokenizer."""
+        """Return the entry of corpus.json about the tokenizer, which all corpora share."""
         return self.phases[0].manifest.tokenizer
 
     @property
@@ -103,12 +103,12 @@ class Corpora:
 
     @functools.cached_property
     def fetched_shards(self) -> tuple[StoredShard, ...]:
-        """Return the shards that are on S3; a part of the corpora may be in local folders."""
+        """Return the shards that a node must fetch: those of all corpora that are not in local folders."""
         return tuple(shard for shard in self.shards if shard.local_path is None)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the only corpus or, of several, a SHA-256 over first steps and fingerprints."""
+        """Return the only corpus's fingerprint or, for several, a SHA-256 of all first steps and fingerprints."""
         if len(self.phases) == 1:
             return self.phases[0].manifest.fingerprint
         parts = [
@@ -118,7 +118,7 @@ class Corpora:
 
     @property
     def patience(self) -> Patience:
-        """Return the patience with which the corpora were opened."""
+        """Return the rule by which reading these corpora waits for storage that is away."""
         return self.phases[0].store.patience
 
     @property
@@ -129,19 +129,22 @@ class Corpora:
         return tuple(phase.manifest.fingerprint for phase in self.phases)
 
     def shard_name(self, shard: int) -> str:
-        """Return the name of a shard; in the n-th later phase it begins with `phase-n/`."""
+        """Return a shard's file name for messages, by its index in `shards`; see `row_name` for later phases."""
         phase, _ = self._phase_of(shard, [len(phase.manifest.shards) for phase in self.phases])
         name = self.shards[shard].entry.name
         return f"phase-{phase}/{name}" if phase else name
 
     def row_name(self, row_id: int) -> str:
-        """Return the name of a row for messages: its shard and its number there, as in "shard-000001.tar row 17"."""
+        """Return where the row with this id is, for messages: its shard and its number there, from 0.
+
+        The result is "shard-000001.tar row 17", for example; "phase-n/" precedes it in the n-th phase after the first.
+        """
         phase, row_in_corpus = self._phase_of(row_id, [phase.manifest.num_rows for phase in self.phases])
         name = self.phases[phase].manifest.row_name(row_in_corpus)
         return f"phase-{phase}/{name}" if phase else name
 
-    def row_url(self, row_id: int) -> str:
-        """Return a row's name below the URL of its corpus, such as "s3://bucket/corpus/NAME"; for messages."""
+    def row_location(self, row_id: int) -> str:
+        """Return where a row is, with the URL of its corpus, as in "s3://bucket/corpus/shard-000001.tar row 17"."""
         phase, row_in_corpus = self._phase_of(row_id, [phase.manifest.num_rows for phase in self.phases])
         return f"{self.phases[phase].store.url}/{self.phases[phase].manifest.row_name(row_in_corpus)}"
 
@@ -155,7 +158,10 @@ class Corpora:
         return phase, number - int(ends[phase]) + counts[phase]
 
     def row_order(self, seed: int, window_shards: int, global_batch: int) -> RowOrder:
-        """Return the order in which the run reads rows; a phase from step t on begins at position t * global_batch."""
+        """Return the order in which the run reads rows. `window_shards` shards at a time are shuffled together.
+
+        A step uses `global_batch` rows, so the phase from step t on begins at position t * global_batch of the order.
+        """
         from electra_dist.data.order import CorpusOrder, RowOrder  # They import torch.
 
         orders = [
@@ -164,7 +170,7 @@ class Corpora:
         return RowOrder(orders, [phase.from_step * global_batch for phase in self.phases])
 
     def phase_that_begins_at(self, step: int) -> Phase | None:
-        """Return the later phase that begins at a step (from 0), or None if none does."""
+        """Return the phase that begins at a step (from 0), or None if none does; the first phase does not count."""
         return next((phase for phase in self.phases[1:] if phase.from_step == step), None)
 
     def sizes(self) -> dict[str, Any]:
@@ -238,7 +244,7 @@ def _check_alike(first: Phase, later: Phase) -> None:
 def with_corpus_vocabulary(config: Config, manifest: CorpusManifest) -> tuple[Config, list[str]]:
     """Lower `model.vocab_size` to the size of the corpus's vocabulary; return the config and lines for the log.
 
-    A little text gives fewer entries than a config allows. The tables have a multiple of 128 rows at any size.
+    A small corpus has fewer entries than a config allows. Embedding tables are padded to a multiple of 128 rows.
     """
     size = manifest.tokenizer.vocab_size
     if size >= config.model.vocab_size:
@@ -284,20 +290,19 @@ class PhaseUse:
 
     @property
     def tokens(self) -> float:
-        """Return how many tokens the run has trained on in this phase, estimated from the rows; [PAD] not counted."""
+        """Return how many tokens of this corpus the run has trained on, estimated from the rows; [PAD] not counted."""
         return self.rows * self.corpus_tokens / self.corpus_rows
 
     @property
     def epochs(self) -> float:
-        """Return how many times the run has trained on the whole corpus in this phase, with fractions."""
+        """Return how many times the run has trained on the whole corpus, with fractions."""
         return self.rows / self.corpus_rows
 
 
 def steps_of_phases(from_steps: Sequence[int], num_steps: int) -> list[int]:
-    """Return how many of the first `num_steps` steps each phase has; `from_steps` are the phases' first steps."""
+    """Return how many of a run's first `num_steps` steps each phase has; `from_steps` are the phases' first steps."""
     end_steps = [*from_steps[1:], num_steps]
-    ends_so_far = [min(end_step, num_steps) for end_step in end_steps]
-    return [max(0, end - first) for first, end in zip(from_steps, ends_so_far, strict=True)]
+    return [max(0, min(end, num_steps) - first) for first, end in zip(from_steps, end_steps, strict=True)]
 
 
 def uses_of_phases(phases: Sequence[Mapping[str, Any]], num_steps: int, global_batch: int) -> list[PhaseUse]:

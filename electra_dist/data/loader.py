@@ -62,10 +62,10 @@ class RowLoader:
         skip_steps: Collection[int] = (),
         on_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> None:
-        """Start the thread that reads ahead. Only this loader may use `cache`; close `cache` after the loader.
+        """Start the thread that reads ahead, from step `start_step` on. `skip_steps` are steps that use no rows.
 
-        While `next` waits, `on_wait(seconds so far)` is called about every second. Raises UserError if the number of
-        ranks does not divide `global_batch`.
+        Only this loader may use `cache`; close `cache` after the loader. While `next` waits, `on_wait(seconds so far)`
+        is called about every second. Raises UserError if the number of ranks does not divide `global_batch` (rows).
         """
         if global_batch % world_size:
             raise UserError(
@@ -132,7 +132,7 @@ class RowLoader:
                 self._thread.join(timeout=0.01)
 
     def _work(self, step: int) -> None:
-        """Read batches into the queue until `close` is called. An error goes into the queue and ends the reading."""
+        """Read the batches from `step` on into the queue, until `close` is called or an error was put into it."""
         try:
             while not self._stop.is_set():
                 if step not in self._skip_steps:
@@ -160,10 +160,10 @@ class RowLoader:
             return
         is_wrong_row = (ids >= vocab_size).any(axis=1)
         wrong_row = int(np.flatnonzero(is_wrong_row)[0])
-        row_url = corpora.row_url(int(row_ids[wrong_row]))
+        location = corpora.row_location(int(row_ids[wrong_row]))
         wrong_id = int(ids[wrong_row].max())
         raise ManifestMismatch(
-            f"{row_url}: token id {wrong_id} is outside the vocabulary of {vocab_size}; build the corpus again"
+            f"{location}: token id {wrong_id} is outside the vocabulary of {vocab_size}; build the corpus again"
         )
 
     def _locate(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -181,9 +181,10 @@ class RowLoader:
         return shards_of_block[step_in_block], rows_of_block[step_in_block]
 
     def _look_ahead(self, first: int, end: int) -> None:
-        """Begin to fetch the shards of all windows that overlap positions [first, end); close unneeded shards.
+        """Begin to fetch the shards that hold the rows at positions [first, end) of the row order; close all others.
 
-        The shards of the following window are only remembered in `_ahead`, so that they can be fetched later.
+        These are the shards of every shuffle window that overlaps the range. Those of the window after them are only
+        remembered in `_ahead`, for `_fetch_ahead`.
         """
         if end <= self._horizon:
             return
@@ -200,9 +201,9 @@ class RowLoader:
         self._cache.prefetch(shards_in_use)
 
     def _fetch_ahead(self) -> None:
-        """Begin to fetch the next window after the first batch of a window is read.
+        """Begin to fetch the shards of the next shuffle window, after the first batch of a window has been read.
 
-        The first batch of a run waits for its own window alone, and the window of the batches before is closed.
+        Earlier, a run's first batch would wait for shards that it does not need.
         """
         if self._ahead is not None:
             window, next_window = self._ahead

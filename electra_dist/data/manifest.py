@@ -157,7 +157,7 @@ class CorpusManifest(Section):
 
 
 def heldout_of(location: str) -> str:
-    """Return the folder or prefix of the held-out corpus that a build writes beside a corpus."""
+    """Return where a build puts the held-out corpus of the corpus in the folder or prefix `location`."""
     return location.rstrip("/") + "/heldout"
 
 
@@ -206,15 +206,15 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
 
 
 def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) -> None:
-    fault = ""
+    faults = []
     if tokenizer.vocab_size != vocabulary.size:
-        fault = f"vocab_size is {tokenizer.vocab_size}, but {tokenizer.vocab_file} has {vocabulary.size} tokens"
+        faults.append(f"vocab_size is {tokenizer.vocab_size}, but {tokenizer.vocab_file} has {vocabulary.size} tokens")
     for token, token_id in vocabulary.special.items():
         named_id = tokenizer.special[token]
         if named_id != token_id:
-            fault = fault or f"special {token} is {named_id}, but its id in {tokenizer.vocab_file} is {token_id}"
-    if fault:
-        raise ManifestMismatch(f"{url}: {fault}; restore corpus.json or build the corpus again")
+            faults.append(f"special {token} is {named_id}, but its id in {tokenizer.vocab_file} is {token_id}")
+    if faults:
+        raise ManifestMismatch(f"{url}: {faults[0]}; restore corpus.json or build the corpus again")
 
 
 def write_corpus_vocabulary(store: Store, text: str) -> bool:

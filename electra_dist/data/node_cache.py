@@ -155,30 +155,28 @@ class NodeCache:
         if self._excess_bytes(needed_bytes) <= 0:
             return
         self._delete_unfinished_of_killed()
-        if self._excess_bytes(needed_bytes) <= 0:
-            return
-        for path in self._eviction_order(wanted=self.wanted):
-            _delete_unless_in_use(path)
-            if self._excess_bytes(needed_bytes) <= 0:
-                return
-        if self._free_bytes() >= needed_bytes:
+        if self._evict_until(lambda: self._excess_bytes(needed_bytes) <= 0, wanted=self.wanted):
             return
         # A wanted shard, which this process will open soon, is deleted only if the disk would be full otherwise. The
         # folder may become larger than its limit instead.
-        for path in self._eviction_order(wanted=()):
-            _delete_unless_in_use(path)
-            if self._free_bytes() >= needed_bytes:
-                return
+        if self._evict_until(lambda: self._free_bytes() >= needed_bytes, wanted=()):
+            return
         raise StoreAway(
             f"{self._directory}: disk full: {self._free_bytes()} bytes free, {needed_bytes} needed for the next "
             "shard, nothing left to evict; free space there, or set data.cache_dir to a larger disk"
         )
 
-    def _eviction_order(self, wanted: Collection[str]) -> list[Path]:
+    def _evict_until(self, has_room: Callable[[], bool], wanted: Collection[str]) -> bool:
+        """Delete shards that are neither in use nor `wanted` until `has_room()` is true; return whether it is."""
         paths = [path for path in _files(self._directory) if _SHARD_NAME.fullmatch(path.name) and path.is_file()]
-        return eviction_order(
+        order = eviction_order(
             paths, corpus=self._corpus, wanted=wanted, last_used=_last_used, preferred=self._preferred
         )
+        for path in order:
+            if has_room():
+                return True
+            _delete_unless_in_use(path)
+        return has_room()
 
     def _unfinished(self) -> Iterator[tuple[str, Path]]:
         """Yield the digest of the shard and the path of each file of an unfinished download."""
@@ -245,9 +243,9 @@ def eviction_order(
 ) -> list[Path]:
     """Return the shards (`<sha256>.tar`) among `paths` that may be deleted, in the order in which to delete them.
 
-    Shards of other corpora (digest not in `corpus`) come first, then the others, then those with digests in
-    `preferred`; within each group, the least recently used one comes first. Shards with digests in `wanted` are left
-    out.
+    Shards of other corpora (digest not in `corpus`) come first, the least recently used one before the others. Those
+    of `corpus` follow, those in `preferred` last, and among equals the one with the highest digest first. Shards with
+    digests in `wanted` are left out.
     """
     deletable = [path for path in paths if path.stem not in wanted]
     foreign = sorted((path for path in deletable if path.stem not in corpus), key=last_used)

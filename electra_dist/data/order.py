@@ -77,7 +77,7 @@ def _walk(
     purpose: Purpose,
     backwards: bool,
 ) -> Words:
-    """Move each place through the Feistel network, or back, until it is below its size (cycle walking)."""
+    """Move each place by a Feistel network, or with `backwards` undo that, until it is below its size again."""
     moved = place.astype(np.uint64)
     sizes = size.astype(np.uint64)
     epochs = epoch.astype(np.uint64)
@@ -125,7 +125,7 @@ def _feistel(
 
 
 def halves(size: Words) -> tuple[Words, Words]:
-    """Return the ranges of a place's halves: num_left = sqrt(size), num_right = size / num_left, both rounded up."""
+    """Return num_left = sqrt(size) and num_right = size / num_left, both rounded up, for a Feistel network."""
     num_left = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
     num_right = (size + num_left - np.uint64(1)) // num_left
     return num_left, num_right
@@ -160,7 +160,7 @@ class CorpusOrder:
     """Infinite sequence of the rows of one corpus, epoch after epoch, from position 0 on. Thread-safe."""
 
     def __init__(self, rows_per_shard: Sequence[int], seed: int, window_shards: int) -> None:
-        """Take the number of rows of each shard (> 0, in manifest order), the seed, and the shards per window."""
+        """Take the rows of each shard (> 0, in manifest order) and the number of shards that are shuffled together."""
         self.rows_per_shard = np.asarray(rows_per_shard, dtype=np.int64)  # in the order of the manifest
         assert self.rows_per_shard.size > 0
         assert self.rows_per_shard.min() > 0
@@ -172,7 +172,10 @@ class CorpusOrder:
         self.rows_per_epoch = int(self.rows_per_shard.sum())
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return each position's epoch, shard and row in the shard, three int64 [P]. Positions may have any order."""
+        """Return the epoch, the shard and the row in the shard at each position of this sequence, three int64 [P].
+
+        Positions may have any order.
+        """
         epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self.rows_per_epoch)
         # One element for each epoch that occurs: a mask [P] of its positions, and its layout.
         layouts = [(epochs == epoch, self.layout(int(epoch))) for epoch in np.unique(epochs)]
@@ -208,7 +211,7 @@ class CorpusOrder:
         return epochs, shards, rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the shuffle window around a position. The last window of an epoch may have fewer shards."""
+        """Return the shuffle window that contains a position. The last window of an epoch may have fewer shards."""
         epoch, offset = divmod(position, self.rows_per_epoch)
         layout = self.layout(epoch)
         window = int(np.searchsorted(layout.window_start, offset, side="right")) - 1
@@ -221,21 +224,22 @@ class CorpusOrder:
         )
 
     def positions_of(self, epoch: int, shards: Integers, rows: Integers) -> Integers:
-        """Return the only position, int64 [k], at which an epoch uses each row: the inverse of `locate`."""
+        """Return the position, int64 [k], at which an epoch uses row rows[i] of shard shards[i]; inverts `locate`."""
         layout = self.layout(epoch)
         place_of_shard = np.argsort(layout.shards)
-        shuffled = layout.shard_start[place_of_shard[shards]] + rows  # offsets with the shards in their order
-        windows = np.searchsorted(layout.window_start, shuffled, side="right") - 1
-        starts = layout.window_start[windows]
-        places = permute_back(
-            shuffled - starts,
-            layout.window_start[windows + 1] - starts,
+        # The number of each row in the epoch, before the rows of its window are shuffled.
+        unshuffled = layout.shard_start[place_of_shard[shards]] + rows
+        windows = np.searchsorted(layout.window_start, unshuffled, side="right") - 1
+        window_starts = layout.window_start[windows]
+        offsets_in_window = permute_back(
+            unshuffled - window_starts,
+            layout.window_start[windows + 1] - window_starts,
             seed=self._seed,
             purpose=Purpose.ROW_ORDER,
-            epoch=np.full(shuffled.size, epoch),
+            epoch=np.full(unshuffled.size, epoch),
             block=windows,
         )
-        return epoch * self.rows_per_epoch + starts + places.astype(np.int64)
+        return epoch * self.rows_per_epoch + window_starts + offsets_in_window.astype(np.int64)
 
     def layout(self, epoch: int) -> Epoch:
         """Return the order of an epoch's shards, and where shards and windows begin; cache the newest epochs."""
@@ -252,7 +256,6 @@ class CorpusOrder:
         return layout
 
     def _lay_out(self, epoch: int) -> Epoch:
-        """Compute the order of the shards in an epoch, and the positions at which shards and windows begin."""
         num_shards = self.num_shards
         order = permute(
             index=np.arange(num_shards),
@@ -270,7 +273,7 @@ class CorpusOrder:
 
 
 class OrderPhase(NamedTuple):
-    """Part of a run's sequence of rows in which all rows come from one corpus."""
+    """Part of a run's sequence of rows that comes from one corpus, and the place of that corpus among all corpora."""
 
     order: CorpusOrder
     first_position: int  # position of the run at which the part begins
@@ -309,9 +312,9 @@ class RowOrder:
         self._shard_start = np.concatenate([[0], np.cumsum(rows_per_shard)])  # id of the first row of each shard
 
     def locate(self, positions: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return each position's epoch, shard and row in the shard, three int64 [P]. Positions may have any order.
+        """Return the epoch, the shard and the row in the shard at each position of the run, three int64 [P].
 
-        Each phase has epochs of its own, counted from 0.
+        Positions may have any order. Each phase has epochs of its own, counted from 0.
         """
         positions = np.asarray(positions, dtype=np.int64)
         phase_of_position = np.searchsorted(self._first_positions, positions, side="right") - 1
@@ -334,7 +337,7 @@ class RowOrder:
         return self._shard_start[shards] + rows
 
     def window_at(self, position: int) -> ShardWindow:
-        """Return the shuffle window around a position, with all shards that must be on the node to read its rows.
+        """Return the shuffle window that contains a position, with all shards that are needed to read its rows.
 
         At the end of a phase the window is cut, but its rows may come from any shard of the whole window.
         """

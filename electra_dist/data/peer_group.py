@@ -55,7 +55,7 @@ class PeerGroup:
     """Client with which a node fetches shards from the caches of the other nodes (peers). Thread-safe."""
 
     def __init__(self, addresses: Sequence[Address], own_node: int, token: str) -> None:
-        """Take all nodes' addresses (in the same order everywhere), this node's index and the servers' token."""
+        """Take all nodes' addresses (in the same order everywhere), this node's index, and the token of requests."""
         assert 0 <= own_node < len(addresses)
         self.fetched_bytes = 0  # bytes of the shards that came from peers
         self._addresses = tuple(addresses)
@@ -74,16 +74,16 @@ class PeerGroup:
         return tuple(sorted(range(len(self._addresses)), key=weight))
 
     def distance(self, digest: str) -> int:
-        """Return a number by which to sort shards: this node fetches shards with lower numbers first.
+        """Return a number for the shard with this SHA-256; this node fetches shards with lower numbers first.
 
         It is 0 for a shard that this node fetches from the store for all nodes, because other nodes wait for it.
-        Otherwise it is the owner's index minus this node's, modulo the number of nodes, so that nodes do not all ask
-        one owner.
+        Otherwise it is the index of the node that does, minus this node's, modulo the number of nodes. So the nodes do
+        not all ask one node first.
         """
         return (self.owners(digest)[0] - self._own_node) % len(self._addresses)
 
     def owned(self, digests: Sequence[str]) -> frozenset[str]:
-        """Return the shards among `digests` that this node fetches from the store for all other nodes."""
+        """Return those of `digests` (the SHA-256 of shards) that this node fetches from the store for all nodes."""
         return frozenset(digest for digest in digests if self.owners(digest)[0] == self._own_node)
 
     def fetch(self, entry: ShardEntry, destination: Path) -> bool:
@@ -112,7 +112,7 @@ class PeerGroup:
             return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
-        """Ask a peer for a shard until the peer has it; return False if it refuses or takes too long."""
+        """Ask one peer for a shard until it has sent the shard; return False if it refuses or takes too long."""
         most_fetched_bytes = -1
         asked_at = time.monotonic()
         last_progress_at = asked_at
@@ -120,9 +120,7 @@ class PeerGroup:
             connection = http.client.HTTPConnection(address.host, address.port, timeout=_CONNECT_S)
             try:
                 answer = _request(connection, entry.sha256, self._token)
-                if answer.status == http.client.OK:
-                    if answer.length != entry.bytes:
-                        return False
+                if answer.status == http.client.OK and answer.length == entry.bytes:
                     _receive(answer, entry.bytes, destination)
                     with self._lock:
                         self.fetched_bytes += entry.bytes

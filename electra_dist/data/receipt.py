@@ -105,7 +105,10 @@ def checksum_keys(row_bytes: int) -> NDArray[np.uint32]:
 
 
 def row_checksums(rows: NDArray[Any]) -> Checksums:
-    """Return the checksum of each row, uint64 [k]; `rows` are contiguous little-endian integers [k, seq_len]."""
+    """Return each row's checksum, uint64 [k]: the sum of its 4-byte words times `checksum_keys`, modulo 2**64.
+
+    `rows` are contiguous little-endian integers [k, seq_len].
+    """
     row_bytes = rows.shape[1] * rows.itemsize
     keys = checksum_keys(row_bytes)
     if cpu_library.row_checksums:

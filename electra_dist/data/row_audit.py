@@ -63,7 +63,10 @@ class AuditResult:
 
 
 class PhaseReceipts:
-    """Calculator of the receipts that a run must have for one phase; it hashes every row id of the corpus once."""
+    """Calculator of the receipts (checksums of the used rows) that a run must have for one phase.
+
+    It hashes every row id of the phase's corpus once.
+    """
 
     def __init__(self, phase: OrderPhase) -> None:
         self._phase = phase
@@ -132,23 +135,21 @@ class Expected:
 
     def row_ids(self, first_step: int, end_step: int) -> NDArray[np.int64]:
         """Return the ids of the rows of steps [first_step, end_step), in the order of use, skipped steps included."""
-        return self._row_ids_at(first_step * self.global_batch, end_step * self.global_batch)
-
-    def _row_ids_at(self, first: int, end: int) -> NDArray[np.int64]:
-        _, shards, rows = self.order.locate(np.arange(first, end))
+        positions = np.arange(first_step * self.global_batch, end_step * self.global_batch)
+        _, shards, rows = self.order.locate(positions)
         return self.order.row_ids(shards, rows)
-
-
-def _no_progress(num_checked: int, num_to_check: int) -> None: ...
 
 
 def verify(
     marks: Sequence[Mark],
     expected: Expected,
     corpora: Corpora,
-    advance: Callable[[int, int], None] = _no_progress,
+    advance: Callable[[int, int], None] = lambda num_checked, num_to_check: None,
 ) -> AuditResult:
-    """Check recorded receipts, sorted by step, up to the first wrong one; `advance(checked, total)` shows progress."""
+    """Compare recorded receipts, sorted by step, with the expected ones, up to the first wrong one.
+
+    `advance(num_checked, num_to_check)` is called after each right one.
+    """
     last_mark = marks[-1] if marks else None
     indexes = _indexes_to_check(marks, expected.global_batch)
     last_good = -1  # index of the newest mark that was found right
@@ -193,7 +194,7 @@ def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: 
 
 
 def _deviation(good: Mark, bad: Mark, expected: Expected, corpora: Corpora) -> Deviation:
-    """Describe how the rows used between a right mark and the next, wrong one deviate from the row order."""
+    """Describe what is wrong with the rows that were used between a right recorded receipt and the next, wrong one."""
     used_receipt = bad.receipt - good.receipt
     due_receipt = expected.after(bad.step) - expected.after(good.step)
     skipped = set(expected.skipped)
@@ -212,9 +213,10 @@ def _deviation(good: Mark, bad: Mark, expected: Expected, corpora: Corpora) -> D
 
 
 def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, corpora: Corpora) -> str:
-    """Say how the used rows differ from those that were due.
+    """Say how the used rows differ from those that were due, whose ids are `due`.
 
-    If one row is missing, or one was used in place of another, they are named; otherwise the number of rows is given.
+    `surplus` is the receipt of the used rows minus that of the due rows. It tells which row is missing or was used in
+    place of another, if only one was; otherwise the number of rows is given.
     """
     if surplus.rows == -1:
         missing = _find_missing_row(surplus, due)
@@ -239,9 +241,9 @@ def _describe_surplus(surplus: Receipt, due: NDArray[np.int64], num_rows: int, c
 
 
 def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
-    """Return the row of `due` [k] that was not used, or None if none explains the digest.
+    """Return the id of the only row of `due` [k] that was not used, or None if no row explains `surplus`.
 
-    Its hash is minus the digest of the surplus, modulo 2**64.
+    The hash of the missing row is minus the digest of `surplus`, modulo 2**64.
     """
     missing_hash = np.uint64((Receipt() - surplus).digest)
     hits = np.flatnonzero(row_hash(due) == missing_hash)
@@ -251,9 +253,9 @@ def _find_missing_row(surplus: Receipt, due: NDArray[np.int64]) -> int | None:
 
 
 def _find_replaced_row(surplus: Receipt, due: NDArray[np.int64], num_rows: int) -> tuple[int, int] | None:
-    """Return (missing row, row used instead), or None if no pair explains the digest.
+    """Return the ids of the row of `due` [k] that is missing and of the row used instead; None if no pair explains it.
 
-    Their hashes differ by the digest of the surplus, modulo 2**64.
+    The hashes of the two rows differ by the digest of `surplus`, modulo 2**64.
     """
     extra_hash_if_missing = row_hash(due) + np.uint64(surplus.digest)  # [k]; uint64 wraps at 2**64, as digests do
     extra = _first_row_with_hash(extra_hash_if_missing, num_rows)

@@ -58,7 +58,7 @@ class ChangedRow(Exception):
 
 
 class Shard:
-    """Shard that is open: a memory-mapped tar of .npy arrays of rows. The caller must call `close` at the end."""
+    """Shard (file of corpus rows) that is open: a memory-mapped tar of .npy arrays. The caller must call `close`."""
 
     def __init__(
         self, path: Path, seq_len: int, dtype: np.dtype[Any], *, lock: bool = False, verify: bool = False
@@ -107,7 +107,10 @@ class Shard:
         )
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[Any]:
-        """Return copies of the rows with these numbers, [k, seq_len]; raise ChangedRow for a wrong checksum."""
+        """Return copies of the rows with these numbers in the shard, [k, seq_len].
+
+        Raises ChangedRow if a copy has another checksum than the row had when the shard was verified.
+        """
         block_of_row = np.searchsorted(self._block_starts, indices, side="right") - 1
         row_in_block = indices - self._block_starts[block_of_row]
         # The rows are elements of one strided view, but not evenly spaced in it: see `_view_all_rows`.

@@ -89,15 +89,9 @@ class ShardCache:
     @waits
     def _fetched(self, shard_index: int) -> Shard:
         queued = self._shards.get(shard_index)
-        if queued is not None:
-            assert isinstance(queued, Future)
-            has_ended = queued.done()
-            try:
-                return self._wait_for(shard_index, queued)
-            except (UserError, OSError):
-                if not has_ended:
-                    raise
+        if isinstance(queued, Future) and queued.done() and isinstance(queued.exception(), (UserError, OSError)):
             # What made it fail while it was fetched ahead may be gone: a disk has room after other shards are closed.
+            del self._shards[shard_index]
         self.prefetch([shard_index])
         queued = self._shards[shard_index]
         assert isinstance(queued, Future)
@@ -153,9 +147,10 @@ class ShardCache:
         return count_V
 
     def _verify_again(self, index: int, shard: Shard, row: int) -> None:
-        """Close a shard of which a row has changed and open it again, which verifies it; report the outcome on stderr.
+        """Close a shard whose row number `row` has changed on the disk, and open it again, which verifies it.
 
-        If it is damaged, opening it fetches it from S3 again; a damaged local shard raises ManifestMismatch.
+        A damaged shard from S3 is fetched again; a damaged local shard raises ManifestMismatch. A line on stderr
+        tells the outcome.
         """
         block = shard.block_of_row(row)
         place = f"row {row}, in block {block} of this shard, has changed on the disk after the shard was verified"
@@ -235,23 +230,25 @@ class ShardCache:
 
     def _open(self, shard: StoredShard) -> Shard:
         """Open and verify a shard: a local one in place, one on S3 in the cache of the node, which fetches it."""
-        entry = shard.entry
         local_path = shard.local_path
-        if local_path is not None:
-            opened = self._open_file(local_path, entry, is_cached=False)
-            if opened is None:
-                raise ManifestMismatch(
-                    f"{local_path}: not the shard that corpus.json lists, which has {entry.bytes} bytes and sha256 "
-                    f"{entry.sha256[:12]}...; restore the file or build the corpus again"
-                )
-            return opened
-        path = self.node_cache.path(entry)
+        if local_path is None:
+            return self._open_cached(shard)
+        opened = self._open_file(local_path, shard.entry, is_cached=False)
+        if opened is None:
+            raise ManifestMismatch(
+                f"{local_path}: not the shard that corpus.json lists, which has {shard.entry.bytes} bytes and sha256 "
+                f"{shard.entry.sha256[:12]}...; restore the file or build the corpus again"
+            )
+        return opened
+
+    def _open_cached(self, shard: StoredShard) -> Shard:
+        path = self.node_cache.path(shard.entry)
         num_wrong = 0
         num_deleted = 0  # times that another process has evicted the shard between its fetch and its opening
         while num_wrong < _READINGS and num_deleted < _READINGS:
             self.node_cache.ensure(shard, verify=num_wrong > 0)
             try:
-                opened = self._open_file(path, entry, is_cached=True)
+                opened = self._open_file(path, shard.entry, is_cached=True)
             except StoreMissing:
                 num_deleted += 1
                 continue
@@ -269,7 +266,11 @@ class ShardCache:
         )
 
     def _open_file(self, path: Path, entry: ShardEntry, *, is_cached: bool) -> Shard | None:
-        """Open the shard in a file, or return None if its size or SHA-256 differs from the manifest entry."""
+        """Open and verify the shard in a file; return None if its size or SHA-256 differs from the manifest entry.
+
+        Raises ManifestMismatch if the file is the listed one, but is no shard or has another number of rows. A file
+        that `is_cached` is locked against deletion, and its time of last use is set.
+        """
         with readable(path):
             if path.stat().st_size != entry.bytes:
                 return None

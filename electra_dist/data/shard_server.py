@@ -137,20 +137,17 @@ class ShardServer:
             if not received or len(connection.head) > _HEAD_BYTES:
                 self._drop(connection)
             return
-        request, *headers = bytes(connection.head).partition(b"\r\n\r\n")[0].split(b"\r\n")
-        tokens = [match[1] for match in map(_TOKEN.fullmatch, headers) if match is not None]
-        is_allowed = len(tokens) == 1 and hmac.compare_digest(tokens[0], self._token)
-        match = _REQUEST.fullmatch(request)
-        if match is None or not is_allowed:
+        status, path = _parse_request(bytes(connection.head), self._token)
+        if status is not HTTPStatus.OK:
             with contextlib.suppress(OSError):
-                _send_head(connection.socket, HTTPStatus.BAD_REQUEST if is_allowed else HTTPStatus.FORBIDDEN)
+                _send_head(connection.socket, status)
             self._drop(connection)
             return
         self._forget(connection)
-        self._answer_in_thread(connection, match[1].decode("latin-1"))
+        self._answer_in_thread(connection, path)
 
     def _answer_in_thread(self, connection: _Connection, path: str) -> None:
-        """Answer a request in a new thread; if too many are being answered, tell the other node to ask again."""
+        """Answer a request in a new thread; if too many are being answered, tell the node that asks to come again."""
         connection.socket.settimeout(_SILENT_S)
         connection.deadline = time.monotonic() + _HOLD_S + _SILENT_S
         with self._lock:
@@ -165,7 +162,10 @@ class ShardServer:
         threading.Thread(target=self._answer, args=(connection, path), daemon=True).start()
 
     def _answer(self, connection: _Connection, path: str) -> None:
-        """Answer a request; ignore a broken connection, because the other node then fetches from the store."""
+        """Answer a request for the shard at `path`, a URL path with its SHA-256; body of a thread.
+
+        A broken connection is ignored: the node that asked then fetches the shard from the store of the corpus.
+        """
         try:
             with contextlib.suppress(OSError), connection.socket:
                 _answer_request(connection, path, self._served)
@@ -243,6 +243,18 @@ class _ServedCache:
                 self._bytes_on_disk = bytes_on_disk
                 self._counted_at = time.monotonic()
             return self._fetched_bytes
+
+
+def _parse_request(head: bytes, token: bytes) -> tuple[HTTPStatus, str]:
+    """Return OK and the path of a GET request that has the token; for another request, why it is refused, and ""."""
+    request, *headers = head.partition(b"\r\n\r\n")[0].split(b"\r\n")
+    tokens = [match[1] for match in map(_TOKEN.fullmatch, headers) if match is not None]
+    if len(tokens) != 1 or not hmac.compare_digest(tokens[0], token):
+        return HTTPStatus.FORBIDDEN, ""
+    match = _REQUEST.fullmatch(request)
+    if match is None:
+        return HTTPStatus.BAD_REQUEST, ""
+    return HTTPStatus.OK, match[1].decode("latin-1")
 
 
 def _answer_request(connection: _Connection, path: str, served: _ServedCache | None) -> None:

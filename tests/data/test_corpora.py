@@ -71,7 +71,7 @@ def test_rows_of_all_corpora_are_read_through_one_cache_by_their_names(corpora: 
         "phase-1/shard-000000.tar row 0",
         "phase-2/shard-000000.tar row 4",
     ]
-    assert opened.row_url(30) == f"{corpora}/c/shard-000000.tar row 4"
+    assert opened.row_location(30) == f"{corpora}/c/shard-000000.tar row 4"
     assert [opened.shard_name(shard) for shard in (1, 2, 5)] == [
         "shard-000001.tar",
         "phase-1/shard-000000.tar",
