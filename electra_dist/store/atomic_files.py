@@ -106,7 +106,7 @@ def make_folder(folder: Path) -> None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return the folder itself if it exists, otherwise its nearest existing parent, on the same disk."""
+    """Return `folder` if it exists, otherwise its nearest existing parent, which tells on what disk it would be."""
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -136,13 +136,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_file(file: int | IO[bytes], *, shared: bool = False, wait: bool = True) -> bool:
-    """Lock an open file by flock until it is closed or the process ends; False on a file system without locks.
+    """Lock an open file by flock until it is closed or the process ends; return False if its file system has no locks.
 
     If another process holds the lock, wait for it; if `wait` is False, raise BlockingIOError instead.
     """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
     try:
-        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
+        fcntl.flock(file, operation)
     except BlockingIOError:
         raise
     except OSError:
@@ -151,7 +153,7 @@ def lock_file(file: int | IO[bytes], *, shared: bool = False, wait: bool = True)
 
 
 def disk_problem(folder: Path) -> str:
-    """Return why nothing can be written to a folder's disk, such as "read-only file system", or "".
+    """Return why nothing can be written to a folder's disk, such as "read-only file system"; "" if no reason is found.
 
     Nothing is written for this, so a used-up quota is not noticed. The result for a missing folder is "".
     """
@@ -228,15 +230,15 @@ def open_regular(path: Path | str) -> io.BufferedReader:
 
 
 def check_regular(path: Path | str) -> None:
-    """Raise what `open_regular` raises for a path; call this before a library opens the path by itself."""
+    """Raise an error unless a path is a regular file that can be read: call this before a library opens the path."""
     open_regular(path).close()
 
 
 def read_regular(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the bytes of a file; raise StoreError if it has more than `most_bytes` or is a pipe, socket or device."""
     with open_regular(path) as file:
-        has_too_many = os.fstat(file.fileno()).st_size > most_bytes
-        data = b"" if has_too_many else file.read(most_bytes + 1)  # it may have grown since
-    if has_too_many or len(data) > most_bytes:
+        size_bytes = os.fstat(file.fileno()).st_size
+        data = file.read(most_bytes + 1) if size_bytes <= most_bytes else b""
+    if max(size_bytes, len(data)) > most_bytes:  # it may have grown while it was read
         raise StoreError(f"{path}: has more than the {most_bytes:,} bytes that are read of such a file; replace it")
     return data

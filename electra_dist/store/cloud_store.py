@@ -17,6 +17,7 @@ Cloud by a lifecycle rule of the bucket (AbortIncompleteMultipartUpload).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -25,7 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
@@ -97,6 +98,29 @@ _CODES = {
 }
 
 
+# Parts of the texts of obstore's errors that hold neither code nor status, in lower case -> what they mean.
+_TEXTS_WITHOUT_ANSWER = {
+    "error sending request": _UNREACHED,
+    "token request": _UNREACHED,
+    "must be specified": _NOT_ACCEPTED,
+    "not provided": _NOT_ACCEPTED,
+}
+_CLASSES_WITHOUT_CREDENTIALS = (
+    "PermissionDeniedError",
+    "UnauthenticatedError",
+    "UnknownConfigurationKeyError",
+    "ValueError",
+)
+
+
+class _RangeAnswer(NamedTuple):
+    """Bytes of a range of an object, and the size and version of the whole object."""
+
+    data: bytes
+    object_bytes: int
+    etag: str | None
+
+
 class CloudStore(Store):
     """Store of objects below az://container/prefix or gs://bucket/prefix. Thread-safe."""
 
@@ -104,9 +128,10 @@ class CloudStore(Store):
     _process: int | None = None  # id of the process that has used obstore first
 
     def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
-        """Check the URL; the first request is sent when the store is used. `endpoint_url`: another service's, or None.
+        """Check the URL; the first request is sent when the store is used.
 
-        For Azure it holds the account, such as http://127.0.0.1:10000/devstoreaccount1.
+        `endpoint_url` names another service than Azure's or Google's own (None), such as
+        http://127.0.0.1:10000/devstoreaccount1; for Azure, it holds the account.
         """
         self._scheme = url[:5]
         bucket, _, prefix = url.removeprefix(self._scheme).partition("/")
@@ -196,7 +221,7 @@ class CloudStore(Store):
 
     @override
     def upload(self, path: Path, key: str) -> None:
-        """Upload a file of 64 MiB or more in parts."""
+        """Upload a file, in parts if it has 64 MiB or more."""
         if path.stat().st_size < _MULTIPART_FROM:
             self.write(key, path.read_bytes())
         else:
@@ -204,7 +229,7 @@ class CloudStore(Store):
 
     @override
     def write_pieces(self, key: str, pieces: Sequence[bytes | memoryview]) -> None:
-        """Upload 64 MiB or more in parts, straight from memory."""
+        """Upload the pieces as one object, in parts straight from memory if they have 64 MiB or more."""
         if sum(len(piece) for piece in pieces) < _MULTIPART_FROM:
             self.write(key, b"".join(pieces))
         else:
@@ -241,7 +266,10 @@ class CloudStore(Store):
     def _download(
         self, key: str, sink: IO[bytes], *, must_exist: bool, start: int = 0, end: int | None = None
     ) -> None:
-        """Write the bytes [start, end) of one version of an object, or those up to its end, to an empty file."""
+        """Write the bytes [start, end) of one version of an object to the empty file `sink`; `end` None is its end.
+
+        If the object is replaced meanwhile, the download begins again. With `must_exist`, "not found" is tried again.
+        """
         check_key(key)
         furthest = 0
         etag = None
@@ -250,7 +278,7 @@ class CloudStore(Store):
                 first = start + sink.tell()
                 last = first + PART_BYTES if end is None else min(first + PART_BYTES, end)
                 try:
-                    data, size, new_etag = self._get_range(key, first, last, etag)
+                    answer = self._get_range(key, first, last, etag)
                 except Exception as error:  # noqa: BLE001  (what it means is looked up)
                     if etag is None and _is_beyond_the_end(error):
                         return
@@ -258,22 +286,23 @@ class CloudStore(Store):
                         etag = None
                         sink.seek(0)
                         sink.truncate()
-                    self._wait(key, error, outage, must_exist=must_exist)
+                    self._wait_or_raise(key, error, outage, must_exist=must_exist)
                     continue
                 self._answered = True
-                etag = new_etag
-                sink.write(data)
+                etag = answer.etag
+                sink.write(answer.data)
                 if sink.tell() > furthest:
                     outage.progress(sink.tell() - furthest)
                     furthest = sink.tell()
-                stop = size if end is None else min(end, size)
+                stop = answer.object_bytes if end is None else min(end, answer.object_bytes)
                 if start + sink.tell() >= stop:
                     return
 
-    def _get_range(self, key: str, first: int, last: int, etag: str | None) -> tuple[bytes, int, str | None]:
-        """Return the bytes [first, last) of an object, or those up to its end; the object's size, and its ETag.
+    def _get_range(self, key: str, first: int, last: int, etag: str | None) -> _RangeAnswer:
+        """Read the bytes [first, last) of an object, or those up to its end, by one request.
 
-        With an `etag`, another version of the object is an error. Raises _EndedEarly if bytes are missing.
+        With an `etag`, obstore raises an error if the object has another version. Raises _EndedEarly if bytes are
+        missing.
         """
         options: dict[str, Any] = {"range": (first, last)}
         if etag is not None:
@@ -283,10 +312,13 @@ class CloudStore(Store):
         size = int(answer.meta["size"])
         if len(data) != min(last, size) - first:
             raise _EndedEarly
-        return data, size, answer.meta["e_tag"]
+        return _RangeAnswer(data, size, answer.meta["e_tag"])
 
     def _call(self, key: str, operation: Callable[[Any], Result]) -> Result:
-        """Call an operation with obstore's client until it succeeds or fails for good; `key` is for messages."""
+        """Call an operation with obstore's client until it succeeds or fails for good, and return its result.
+
+        `key` is for messages only.
+        """
         with self.patience.outage() as outage:
             while True:
                 try:
@@ -294,13 +326,13 @@ class CloudStore(Store):
                 except UserError:
                     raise
                 except Exception as error:  # noqa: BLE001  (what it means is looked up)
-                    self._wait(key, error, outage, must_exist=False)
+                    self._wait_or_raise(key, error, outage, must_exist=False)
                 else:
                     self._answered = True
                     return result
 
-    def _wait(self, key: str, error: Exception, outage: Outage, *, must_exist: bool) -> None:
-        """Pause before another try, or raise what the error means."""
+    def _wait_or_raise(self, key: str, error: Exception, outage: Outage, *, must_exist: bool) -> None:
+        """Pause before another try of what raised `error`; raise a StoreError of one line if none may succeed."""
         if isinstance(error, UserError):
             raise error
         where = f"{self.url}/{key}".rstrip("/")
@@ -364,7 +396,7 @@ class _EndedEarly(Exception):
 
 
 def _obstore(url: str = "") -> Any:
-    """Import obstore, which is an optional dependency."""
+    """Import and return obstore, which is an optional dependency; the error without it begins with `url`."""
     try:
         import obstore
         import obstore.exceptions
@@ -387,10 +419,8 @@ def _slices(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes]:
 def _failure(error: Exception) -> Failure:
     """Look up what an exception of obstore means: by the code in its text, else by its status, else by its class."""
     text = str(error)
-    status = _STATUS.search(text)
     code = _CODE.search(text)
-    if isinstance(error, _EndedEarly):
-        return _BROKEN
+    status = _STATUS.search(text)
     if code is not None and code[1] in _CODES:
         return _CODES[code[1]]
     if isinstance(error, FileNotFoundError) and (code is None or code[1] in _MISSING_CODES):
@@ -398,19 +428,21 @@ def _failure(error: Exception) -> Failure:
     if _is_replaced(error):
         return _REPLACED
     if status is not None:
-        word = safe_code(code[1] if code is not None else "")
-        found = s3_failure(word, int(status[1]))
-        reason = found.reason.format(code=word, status=status[1], bucket="")
-        advice = found.advice.format(code=word, status=status[1], bucket="")
-        return Failure(kind=found.kind, reason=reason, advice=advice, kind_after_success=found.kind_after_success)
-    name = type(error).__name__
-    if name in ("PermissionDeniedError", "UnauthenticatedError", "UnknownConfigurationKeyError", "ValueError"):
+        return _failure_of_status(code[1] if code is not None else "", int(status[1]))
+    if type(error).__name__ in _CLASSES_WITHOUT_CREDENTIALS:
         return _NOT_ACCEPTED
-    if "error sending request" in text or "token request" in text:
-        return _UNREACHED
-    if "must be specified" in text or "not provided" in text.lower():
-        return _NOT_ACCEPTED
-    return _BROKEN
+    for part, failure in _TEXTS_WITHOUT_ANSWER.items():
+        if part in text.lower():
+            return failure
+    return _BROKEN  # an _EndedEarly, too
+
+
+def _failure_of_status(code: str, status: int) -> Failure:
+    """Look up what an error code, which may be empty, and an HTTP status mean: the same as in S3."""
+    code = safe_code(code)
+    found = s3_failure(code, status)
+    words = {"code": code, "status": status, "bucket": ""}
+    return dataclasses.replace(found, reason=found.reason.format(**words), advice=found.advice.format(**words))
 
 
 def _is_replaced(error: Exception) -> bool:

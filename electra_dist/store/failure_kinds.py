@@ -56,12 +56,12 @@ class Failure:
 
 
 def transient(reason: str, advice: str) -> Failure:
-    """Return the failure of a fault that should be gone at the next try."""
+    """Return a failure of kind TRANSIENT: the fault should be gone at the next try."""
     return Failure(kind=FailureKind.TRANSIENT, reason=reason, advice=advice)
 
 
 def away(reason: str, advice: str, *, renew: bool = False) -> Failure:
-    """Return the failure of storage that may come back within minutes.
+    """Return a failure of kind AWAY: the storage may come back within minutes.
 
     With `renew`, the next try reads the credentials again.
     """
@@ -69,9 +69,9 @@ def away(reason: str, advice: str, *, renew: bool = False) -> Failure:
 
 
 def _user(reason: str, advice: str, *, then_away: bool = False, renew: bool = False) -> Failure:
-    """Return the failure of a mistake of the user.
+    """Return a failure of kind USER: the user must correct something.
 
-    With `then_away`, it counts as storage that may come back if the service has answered before.
+    With `then_away`, its kind is AWAY if the service has answered before; `renew` is as in `away`.
     """
     later = FailureKind.AWAY if then_away else None
     return Failure(

@@ -39,14 +39,18 @@ class Store(ABC):
     reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # seconds to wait before each further reading of wrong bytes
 
     def reread(self, key: str, read: Callable[[], tuple[Result, str]]) -> tuple[Result, str]:
-        """Call `read` again while the object's bytes are wrong, as `Patience.reread` does; return (value, fault)."""
+        """Call `read`, which reads an object and returns (value, fault), until the fault is "" or is confirmed.
+
+        Returns the last value and fault. `Patience.reread` says which fault is confirmed: one of the stored bytes.
+        """
         return self.patience.reread(f"{self.url}/{key}", read, self.reread_pauses_s)
 
     def verified(self, key: str, read: Callable[[], Result]) -> Result:
         """Return the result of `read`, which reads an object and raises a UserError if its content is wrong.
 
         Wrong content is read again, because a service or a proxy may send another body, such as an error document with
-        status 200; the error is raised if a second reading finds the same. A StoreError is no word about the content.
+        status 200; the error is raised if a further reading finds the same. A StoreError, which says nothing about the
+        content, is raised at once.
         """
 
         def read_once() -> tuple[Result | UserError, str]:

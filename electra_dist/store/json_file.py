@@ -116,7 +116,7 @@ def find_document(
     next_step: str,
     error_class: type[UserError] = UserError,
 ) -> T | None:
-    """Do the same as `read_document`, but return None if there is no such file."""
+    """Return what `read_document` returns, or None if there is no such file."""
     if isinstance(place, Path):
         return read_document(place, kind, next_step, error_class) if place.exists() else None
     store, key = place
@@ -162,7 +162,7 @@ def damaged_file(
 
 
 class Difference(NamedTuple):
-    """First value in which two JSON trees differ."""
+    """First value, in the order of `first_difference`, in which two JSON trees differ."""
 
     key: str  # dotted, such as "model.encoder.layers" or "sources.0.path"
     old: object  # None if the first tree lacks the key
@@ -170,10 +170,10 @@ class Difference(NamedTuple):
 
 
 def first_difference(old: object, new: object, key: str = "") -> Difference | None:
-    """Return the first value in which two JSON trees differ; None if they are equal.
+    """Return the first value in which two JSON trees differ; None if they are equal. Callers leave `key` empty.
 
-    Keys come in the order of `old`, then those that only `new` has. Lists of objects are compared object by object,
-    other lists as a whole.
+    Values are compared depth first: keys in the order of `old`, then those that only `new` has. Lists of objects are
+    compared object by object, other lists as a whole.
     """
     if _has_objects(old) and _has_objects(new):
         old = dict(enumerate(cast(list[object], old)))

@@ -152,7 +152,10 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Give an `Outage` to a `with` block that repeats an operation itself and calls `wait_after` when it fails."""
+        """Give an `Outage` to a `with` block that repeats one operation itself: it calls `wait_after` at each failure.
+
+        If the block ends without an exception, the operation has succeeded, and a wait that was shown is over.
+        """
         outage = Outage(self)
         try:
             yield outage
@@ -199,9 +202,9 @@ class Patience:
         return value, fault
 
     def beat(self) -> bool:
-        """Report through `on_wait` that this thread waits, if it does; return whether the wait must end.
+        """Report through `on_wait` that this thread waits, if it does; return whether the wait must end (`abandon`).
 
-        It is for an operation that takes long while its storage does not respond, such as a request without an answer.
+        Call it about every second in an operation that takes long while its storage does not respond.
         """
         reason = self._reasons.get(threading.get_ident(), "")
         if reason:
@@ -268,7 +271,11 @@ class Patience:
         return True
 
     def _end_wait(self, is_back: bool) -> None:
-        """End the wait of this thread; tell `on_wait` if the owner waits no more, and log if no thread does."""
+        """End the wait of this thread.
+
+        If it was the last one of the thread that created this object, tell `on_wait`. If no thread waits any more and
+        `is_back`, log that storage is back.
+        """
         thread = threading.get_ident()
         with self._lock:
             reason = self._reasons.pop(thread)
@@ -293,7 +300,10 @@ def waiting(patience: Patience | None, operation: Callable[[], T]) -> T:
 
 
 def patient(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function as `waits` does a method; its keyword argument `patience` says how long (None: no wait)."""
+    """Decorate a function so that it is called again while its storage is full or cannot be reached.
+
+    Its keyword argument `patience` says how long; with None, the first error is raised at once.
+    """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -332,7 +342,7 @@ def command_patience() -> Patience:
 
 
 class Outage:
-    """One operation that is repeated while storage is unavailable, and its failures since its last progress."""
+    """Record of one operation that is repeated while storage is unavailable: its failures since its last progress."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -348,16 +358,16 @@ class Outage:
         return self._failures[text]
 
     def is_over_with_only(self, text: str) -> bool:
-        """Return whether the store's whole patience is over, and every failure since the last progress had this text.
+        """Return whether the store's whole time limit is over, with nothing but failures of this text meanwhile.
 
-        The result is False within `Patience.at_most` and after `abandon`, because these end a wait earlier.
+        The result is False if `Patience.at_most` or `abandon` has ended the wait earlier.
         """
         patience = self._patience
         is_over = patience._clock() - self._since > patience.limit_s - _LEAST_PAUSE_S
         return is_over and self._failures[text] == self._failures.total()
 
     def progress(self, num_bytes: int) -> None:
-        """Record that `num_bytes` new bytes arrived; if they came fast enough, the patience begins anew."""
+        """Record that `num_bytes` new bytes arrived; if they came fast enough, the time limit begins anew."""
         self._new_bytes += num_bytes
         now = self._patience._clock()
         if self._new_bytes >= LEAST_BYTES_PER_S * (now - self._last_progress):

@@ -12,6 +12,7 @@ files are found, because the protocol has no listings.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -88,7 +89,8 @@ def list_url(url: str) -> UrlListing:
         if info["type"] == "file":
             name = file_path.removeprefix(folder).lstrip("/").partition("?")[0]
             location = file_system.unstrip_protocol(file_path)
-            files.append(UrlFile(name, location, _size(location, info), "" if pinned != url else _version(info)))
+            version = _version(info) if pinned == url else ""
+            files.append(UrlFile(name, location, _size(location, info), version))
     if not files:
         raise StoreMissing(f"{url}: no such file; correct the URL")
     return UrlListing(files, is_folder=folder == path)
@@ -109,22 +111,24 @@ def fetch_url(location: str, size: int, version: str, destination: Path) -> None
 
     check()
     with replacing(destination) as out:
-        start = 0
-        while start < size:
-            end = min(start + _RANGE_BYTES, size)
-
-            def read(start: int = start, end: int = end) -> bytes:
-                data = file_system.cat_file(path, start=start, end=end)
-                if len(data) not in (end - start, size):  # A server without ranges answers with the whole file.
-                    raise StoreAway(f"{location}: {len(data)} bytes instead of {end - start}; check the network")
-                return data
-
-            data = _waiting(location, read, patience)
-            if len(data) > end - start:
-                data = data[start:]
-            out.write(data)
-            start += len(data)
+        while out.tell() < size:
+            read = functools.partial(_read_from, file_system, path, location, out.tell(), size)
+            out.write(_waiting(location, read, patience))
     check()
+
+
+def _read_from(file_system: Any, path: str, location: str, start: int, size: int) -> bytes:
+    """Return up to 16 MiB of a file of `size` bytes, from byte `start` on; from a server without ranges, all of them.
+
+    `location` is the file's URL, for the StoreAway that is raised if another number of bytes arrives.
+    """
+    end = min(start + _RANGE_BYTES, size)
+    data: bytes = file_system.cat_file(path, start=start, end=end)
+    if len(data) == end - start:
+        return data
+    if len(data) == size:  # A server without ranges answers with the whole file.
+        return data[start:]
+    raise StoreAway(f"{location}: {len(data)} bytes instead of {end - start}; check the network")
 
 
 def local_copy(given: str) -> Path:
@@ -165,7 +169,7 @@ def _with_commit(url: str) -> str:
         from huggingface_hub import HfApi
     except ImportError:
         raise missing_packages(url, "hub") from None
-    kind = parts["kind"].rstrip("s/") or "model"
+    kind = parts["kind"].removesuffix("s/") or "model"  # "dataset" for "datasets/"
     revision = unquote(parts["revision"]) if parts["revision"] else None
     info = _waiting(url, lambda: HfApi().repo_info(parts["repo"], repo_type=kind, revision=revision))
     return f"{HUB_SCHEME}{parts['kind']}{parts['repo']}@{info.sha}{parts['path'] or ''}"
@@ -190,7 +194,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _waiting(where: str, operation: Callable[[], Result], patience: Patience | None = None) -> Result:
-    """Call an operation until it succeeds or fails for good; turn every error into one of one line."""
+    """Call an operation until it succeeds or fails for good; every error becomes a UserError about the URL `where`."""
 
     def call() -> Result:
         try:
@@ -204,7 +208,10 @@ def _waiting(where: str, operation: Callable[[], Result], patience: Patience | N
 
 
 def _user_error(where: str, error: Exception) -> UserError:
-    """Return StoreMissing, StoreError for a refusal, or StoreAway for everything that may pass."""
+    """Turn any exception of a file system of fsspec into an error of one line about `where`, a URL.
+
+    It is StoreMissing, StoreError for a refusal, or StoreAway for everything that may pass.
+    """
     if where.startswith(HUB_SCHEME) and type(error) is not FileNotFoundError:
         return hub_error(where, error)
     if isinstance(error, FileNotFoundError):
@@ -222,13 +229,13 @@ def _size(location: str, info: dict[str, Any]) -> int:
 
 
 def _version(info: dict[str, Any]) -> str:
-    """Return as JSON what tells this version of a file from another one of the same size."""
+    """Return as JSON the properties of a file, such as its ETag, by which its versions can be told apart."""
     known = {key: info[key] for key in _VERSION_KEYS if info.get(key)}
     return canonical_json({key: _plain(value) for key, value in known.items()})
 
 
 def _plain(value: Any) -> str:
-    """Return a time as seconds, because a listing and the properties of one file may have other types for it."""
+    """Return a property as text, a time as its seconds: a listing may use another type for it than a single file."""
     return str(value.timestamp() if isinstance(value, datetime) else value)
 
 

@@ -170,8 +170,8 @@ def _to_exception(failure: Failure, where: str, bucket: str, *, code: str, statu
 def check_answer(answer: dict[str, Any], fields: tuple[str, ...]) -> None:
     """Raise Again if an answer lacks one of `fields`, which S3 always sends for this operation.
 
-    An operation without such fields (a deletion) must be answered with 204: Again is raised for a page of HTML with
-    200.
+    For an operation without such fields (a deletion, which S3 answers with 204), a page of HTML with status 200 raises
+    Again, too.
     """
     for field in fields:
         if field not in answer:

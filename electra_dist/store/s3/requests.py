@@ -109,8 +109,7 @@ def _refuse_redirect(response_dict: Mapping[str, Any], **_: Any) -> None:
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
     """Add the header Content-MD5, which older services need, before a DeleteObjects request is signed."""
-    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
-    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+    params["headers"]["Content-MD5"] = content_md5(params["body"])
 
 
 def _add_stream(http_response: Any, parsed: dict[str, Any], **_: Any) -> None:
@@ -204,20 +203,20 @@ class S3Requests:
         Raises Again if the service took too long or boto3 could not parse the answer. Other failures raise one of
         `answers.FAILURES`.
         """
-        limit_s = self._patience.pace.rate_window_s + len(body or b"") / LEAST_BYTES_PER_S  # the answer is small
-        if operation == "complete_multipart_upload":
-            limit_s = _COMPLETION_S
+        window_s = self._patience.pace.rate_window_s
 
         def request() -> Answer:
             method = getattr(self._boto_client(), operation)
-            upload = {} if body is None else {"Body": PacedBody(body, self._patience.pace.rate_window_s)}
+            upload = {} if body is None else {"Body": PacedBody(body, window_s)}
             try:
                 return method(**arguments, **upload)
             except (ValueError, TypeError, AttributeError, LookupError):
                 # Dates and numbers of another form, and error documents whose fields are lists, trees or missing.
                 raise broken("an answer that boto3 cannot parse") from None
 
-        return call_within(limit_s, request, self._patience)
+        if operation == "complete_multipart_upload":
+            return call_within(_COMPLETION_S, request, self._patience)
+        return call_within(window_s + len(body or b"") / LEAST_BYTES_PER_S, request, self._patience)
 
     def _boto_client(self) -> Any:
         process_id = os.getpid()
@@ -249,7 +248,7 @@ class S3Requests:
                         check_answer(answer, NEEDED_FIELDS.get(operation, ()))
                         check(answer)
                 except Again as again:
-                    self._wait(key, again.failure, outage)
+                    self._wait_or_raise(key, again.failure, outage)
                 else:
                     return answer
 
@@ -289,7 +288,7 @@ class S3Requests:
                 except Taken:  # Another version of the object.
                     self._begin_again(key, download, outage)
                 except Again as again:
-                    self._wait(key, again.failure, outage)
+                    self._wait_or_raise(key, again.failure, outage)
 
     def list_all(
         self,
@@ -310,7 +309,7 @@ class S3Requests:
                 try:
                     return list(pages(fetch_page, first_page, entries_field, next_fields, name_of))
                 except Again as again:  # The listing does not advance; `call` has repeated pages that failed.
-                    self._wait("", again.failure, outage)
+                    self._wait_or_raise("", again.failure, outage)
 
     @contextlib.contextmanager
     def _classified(self, key: str, must_exist: bool = False) -> Iterator[None]:
@@ -328,15 +327,11 @@ class S3Requests:
             raise failure from None  # The text and traceback of boto3 may quote a signed request.
         self._answered = True
 
-    def _renew(self) -> None:
-        """Drop the boto3 client, so that the next request makes a new one, which reads the credentials again."""
-        with self._lock:
-            self._client_of = None
-
-    def _wait(self, key: str, failure: Failure, outage: Outage) -> None:
+    def _wait_or_raise(self, key: str, failure: Failure, outage: Outage) -> None:
         """Pause before a request is repeated; raise StoreMissing or StorageLost if no repetition will help."""
         if failure.renew_credentials:
-            self._renew()
+            with self._lock:
+                self._client_of = None  # the next request makes a new client, which reads the credentials again
         text = f"{self._describe(key)}: {failure.reason}; {failure.advice}"
         if failure is NOT_FOUND and outage.failures_of(text) + 1 >= TRIES_MISSING:
             raise StoreMissing(f"{self._describe(key)}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}")
@@ -350,7 +345,7 @@ class S3Requests:
     def _begin_again(self, key: str, download: Download, outage: Outage) -> None:
         """Restart a download because the object was replaced meanwhile; this counts as a failed attempt."""
         download.restart()
-        self._wait(key, broken("the object was replaced during the download").failure, outage)
+        self._wait_or_raise(key, broken("the object was replaced during the download").failure, outage)
 
     def _describe(self, key: str) -> str:
         """Return an object's URL for messages, such as "s3://b/x at 10.0.0.1:9000"; for "", the store's URL."""

@@ -210,9 +210,9 @@ class S3Store(Store):
 def _upload_in_parts(requests: S3Requests, key: str, size: int, read: Callable[[int, int], bytes]) -> None:
     """Upload an object, new or replaced, four parts at a time; each part is retried independently.
 
-    `read` is called with the place of the first byte and a number of bytes; it returns fewer at the end. If the upload
-    fails, one attempt is made to delete its parts. Parts that remain, for example after a kill, cost storage until
-    `discard_unfinished` deletes them.
+    `read(start, length)` returns bytes of the object's content, fewer at its end. If the upload fails, one attempt is
+    made to delete its parts. Parts that remain, for example after a kill, cost storage until `discard_unfinished`
+    deletes them.
     """
     tag = secrets.token_hex(16)
     create_arguments = {**requests.name_object(key), "Metadata": {WRITER_TAG: tag}}
