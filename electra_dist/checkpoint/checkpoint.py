@@ -61,7 +61,7 @@ class Checkpoint:
         return f"{self.store.url}/{self.folder}"
 
     def key(self, name: str) -> str:
-        """Return the key in the store of one of the checkpoint's files."""
+        """Return the key, in the store, of the checkpoint's file with this name."""
         return f"{self.folder}/{name}"
 
     def manifest(self) -> Manifest:
@@ -104,7 +104,9 @@ class Checkpoint:
             return header, f"the header of {file.name} does not match its digest (found {found_sha256[:12]})"
 
         header, fault = self.store.reread(key, read_once)
-        return ([], fault) if fault else (tensors_of_header(file, header), "")
+        if fault:
+            return [], fault
+        return tensors_of_header(file, header), ""
 
     def set_aside(self, reason: str) -> None:
         """Withdraw the checkpoint: rename its manifest, so that no load takes it; no data is deleted.
@@ -166,11 +168,11 @@ class GoodCopy(NamedTuple, Generic[T]):
 def first_good(
     groups: Sequence[Sequence[Checkpoint]], read: Callable[[Checkpoint], T]
 ) -> tuple[GoodCopy[T] | None, dict[Checkpoint, Exception]]:
-    """Read checkpoints in order until one is good; return it, or None, and the damaged copies found.
-    Each item of `groups` has the copies of one checkpoint, in several stores. `read` raises TornCheckpoint or
-    StoreMissing for a damaged copy. A copy that cannot be read for another reason may be good: it is skipped if
-    another copy is good; otherwise its error is raised. All copies are first tried with a short wait, so that a store
-    that does not respond is waited for only if no other one has a good copy.
+    """Return the first checkpoint that is good, or None if all are damaged, and every damaged copy found on the way.
+    Each item of `groups` has the copies of one checkpoint in several stores. `read` reads a copy, and raises
+    TornCheckpoint or StoreMissing if it is damaged. The next item is tried only if all copies of one are damaged. A
+    copy that raises another StoreError may be good, so the error is raised unless another copy is good. A store that
+    does not respond is waited for only after all copies were tried with a short wait.
     """
     damaged: dict[Checkpoint, Exception] = {}
     for copies in groups:
@@ -188,8 +190,9 @@ def first_good(
                 damaged[copy] = error.with_traceback(None)
             except StoreError as error:
                 unreadable[copy] = error.with_traceback(None)
-        for reason in sorted(unreadable.values(), key=lambda reason: not isinstance(reason, StoreAway)):
-            raise reason  # an older checkpoint would lose steps, or is not what was asked for
+        if unreadable:
+            # An older checkpoint would lose steps, or is not what was asked for. Storage that is away may come back.
+            raise min(unreadable.values(), key=lambda reason: not isinstance(reason, StoreAway))
     return None, damaged
 
 
@@ -279,7 +282,7 @@ class Owner:
 
 
 def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
-    """Return the owner for a run folder's config and its identity.json; None if `identity` is empty."""
+    """Return the run of a run folder, by its config and the content of its identity.json; None if that is empty."""
     if not identity:
         return None
     numerics = {*range(1, config.numerics + 1), identity["numerics"]}

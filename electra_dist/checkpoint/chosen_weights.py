@@ -65,37 +65,39 @@ def read_chosen(
     """
     progress(0, num_averaged)
     if choice == "best":
-        state, weights, damaged = _read_best(targets, owner)
+        chosen = _read_best(targets, owner)
     else:
-        state, weights, damaged = assemble(targets, None if choice == "newest" else choice)
+        chosen = assemble(targets, None if choice == "newest" else choice)
         if owner is not None:
-            owner.check(state, _urls(targets))
+            owner.check(chosen.state, _urls(targets))
     progress(1, num_averaged)
     if num_averaged == 1:
-        return ChosenWeights(state, weights, (state.step,), damaged)
-    older_steps = [step for step in _steps(checkpoints(targets)) if step < state.step]
-    averaged_steps = [state.step]
-    sums = {name: weight.double() for name, weight in weights.items()}
-    for older_state, older_weights in _read_good(targets, older_steps, damaged, owner):
-        for name, weight in older_weights.items():
+        return chosen
+    newest_step = chosen.state.step
+    older_steps = [step for step in _steps(checkpoints(targets)) if step < newest_step]
+    averaged_steps = [newest_step]
+    sums = {name: weight.double() for name, weight in chosen.weights.items()}
+    for older in _read_good(targets, older_steps, chosen.damaged, owner):
+        for name, weight in older.weights.items():
             sums[name] += weight
-        averaged_steps.append(older_state.step)
+        averaged_steps.append(older.state.step)
         progress(len(averaged_steps), num_averaged)
         if len(averaged_steps) == num_averaged:
             means = {name: (total / num_averaged).float() for name, total in sums.items()}
-            return ChosenWeights(state, means, tuple(reversed(averaged_steps)), damaged)
+            return chosen._replace(weights=means, steps=tuple(reversed(averaged_steps)))
     raise UserError(
-        f"{_urls(targets)}: a mean of {num_averaged} checkpoints was asked for, but up to step {state.step:,} only "
+        f"{_urls(targets)}: a mean of {num_averaged} checkpoints was asked for, but up to step {newest_step:,} only "
         f"{len(averaged_steps)} good checkpoints are there; ask for a mean of {len(averaged_steps)}, and set "
         f"checkpoint.keep_last to {num_averaged} for the next run"
     )
 
 
-def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
-    """Return state and weights of the best checkpoint that is good, and a line for each better one that is damaged."""
+def _read_best(targets: Sequence[Store], owner: Owner | None) -> ChosenWeights:
+    """Read the best checkpoint that is good; the result's `damaged` has a line for each better one that is damaged."""
     damaged: list[str] = []
-    for state, weights in _read_good(targets, _best_first(targets), damaged, owner):
-        return state, weights, damaged
+    best = next(_read_good(targets, _best_first(targets), damaged, owner), None)
+    if best is not None:
+        return best._replace(damaged=damaged)
     if damaged:
         raise UserError(f"{_urls(targets)}: no evaluated checkpoint is good ({'; '.join(damaged)}); choose a step")
     raise UserError(
@@ -107,20 +109,20 @@ def _read_best(targets: Sequence[Store], owner: Owner | None) -> tuple[RunState,
 
 def _read_good(
     targets: Sequence[Store], steps: Iterable[int], damaged: list[str], owner: Owner | None
-) -> Iterator[tuple[RunState, dict[str, torch.Tensor]]]:
+) -> Iterator[ChosenWeights]:
     """Read the checkpoints of `steps` one by one; yield the good ones, and add a line to `damaged` for each other."""
     for step in steps:
         try:
-            state, weights, damaged_copies = assemble(targets, step)
+            found = assemble(targets, step)
         except StoreError:
             raise
         except UserError as error:
             damaged.append(str(error))
             continue
         if owner is not None:
-            owner.check(state, _urls(targets))
-        damaged += damaged_copies
-        yield state, weights
+            owner.check(found.state, _urls(targets))
+        damaged += found.damaged
+        yield found
 
 
 def _best_first(targets: Sequence[Store]) -> list[int]:
@@ -133,11 +135,10 @@ def _steps(found: Iterable[Checkpoint]) -> list[int]:
     return list(dict.fromkeys(checkpoint.step for checkpoint in found))
 
 
-def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunState, dict[str, torch.Tensor], list[str]]:
+def assemble(targets: Sequence[Store], step: int | None = None) -> ChosenWeights:
     """Read the whole fp32 weights of the newest good checkpoint, or of that at `step`, onto the CPU.
-    Returns run state, weights by parameter name, and a line for each checkpoint that was passed over, because it is
-    damaged or could not be read and has a copy. Earlier `targets` are preferred. Nothing is written, and no process
-    group is needed. Raises UserError if there is no good checkpoint.
+    Earlier `targets` (the stores that receive checkpoints) are preferred. Nothing is written, and no process group is
+    needed. Raises UserError if there is no good checkpoint.
     """
     found = checkpoints(targets) if step is None else checkpoints_of_step(targets, step)
     good, damaged = first_good(copies_of_each(found), _read_weights)
@@ -145,7 +146,8 @@ def assemble(targets: Sequence[Store], step: int | None = None) -> tuple[RunStat
     if good is None:
         raise _no_checkpoint_error(targets, step, lines)
     lines += [f"checkpoint {other.url} could not be read: {error}" for other, error in good.unreadable.items()]
-    return *good.content, lines
+    state, weights = good.content
+    return ChosenWeights(state, weights, (state.step,), lines)
 
 
 def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Sequence[str]) -> UserError:

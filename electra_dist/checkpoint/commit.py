@@ -57,30 +57,14 @@ def begin_attempt(
     accept_new_numerics: bool = False,
 ) -> int:
     """Take the next number for this start of the run, and delete uncommitted files of earlier starts.
-    Call it once, on rank 0. It creates `attempts/NNNN.json` in every target, with the digests `run` that identify the
-    run. A store creates a file only if it is absent, so no two starts get the same number. `older_runs` maps older
-    numerics (versions of random draws and rounding) to the digests that identified this run then.
-    Raises UserError if a target holds another run's checkpoints or cannot create a file only if it is absent;
+    Call it once, on rank 0. It creates `attempts/NNNN.json` in each store of `targets`, with the digests `run` that
+    identify the run. A store creates a file only if it is absent, so no two starts get the same number. `older_runs`
+    maps older numerics (versions of random draws and rounding) to the digests that identified this run then.
+    Raises UserError if a store holds another run's checkpoints or cannot create a file only if it is absent. Raises
     OtherNumerics if the newest start had older numerics and `accept_new_numerics` is not set.
     """
     document = _attempt_document(run)
-    for _ in range(_MOST_TRIES):
-        newest_starts = in_parallel(_newest_start, targets)
-        for target, (_, found_document) in zip(targets, newest_starts):
-            if found_document not in (b"", document):
-                _check_older_run(target, found_document, older_runs, accept_new_numerics)
-        attempt = 1 + max(number for number, _ in newest_starts)
-        # Another start may take the same number at the same time; on each target only one of them creates the file.
-        # It may be of another run, so the one that comes too late looks again; files that it has created stay.
-        if all(target.write_new(_attempt_key(attempt), document) for target in targets):
-            break
-    else:
-        urls = " and ".join(target.url for target in targets)
-        raise UserError(
-            f"{urls}: no number for this start after {_MOST_TRIES} tries, because a file {_attempt_key(attempt)} was "
-            f"there each time although no listing had shown it; name each place once in checkpoint.targets, and move "
-            f"away what is no file of a start in {_ATTEMPTS}"
-        )
+    attempt = _take_number(targets, document, older_runs, accept_new_numerics)
     in_parallel(lambda target: check_exclusive(target, _attempt_key(attempt), document), targets)
 
     def clean(target: Store) -> None:
@@ -92,8 +76,32 @@ def begin_attempt(
     return attempt
 
 
+def _take_number(
+    targets: Sequence[Store], document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
+) -> int:
+    """Create the file of the next free start number, with the content `document`, in every store; return it."""
+    for _ in range(_MOST_TRIES):
+        newest_starts = in_parallel(_newest_start, targets)
+        for target, (_, found_document) in zip(targets, newest_starts):
+            if found_document not in (b"", document):
+                _check_older_run(target, found_document, older_runs, accept_new_numerics)
+        attempt = 1 + max(number for number, _ in newest_starts)
+        # Another start may take the same number at the same time; on each target only one of them creates the file.
+        # It may be of another run, so the one that comes too late looks again; files that it has created stay.
+        if all(target.write_new(_attempt_key(attempt), document) for target in targets):
+            return attempt
+    urls = " and ".join(target.url for target in targets)
+    raise UserError(
+        f"{urls}: no number for this start after {_MOST_TRIES} tries, because a file {_attempt_key(attempt)} was "
+        f"there each time although no listing had shown it; name each place once in checkpoint.targets, and move "
+        f"away what is no file of a start in {_ATTEMPTS}"
+    )
+
+
 def _newest_start(target: Store) -> tuple[int, bytes]:
-    """Return the number of the newest start of the run, and the content of its file in `target`; (0, b"") if none."""
+    """Return the number of the run's newest start and the content of its file, read from a store of checkpoints.
+    The result is (0, b"") if the run was never started.
+    """
     number = newest_attempt(target)
     return number, target.read(_attempt_key(number)) if number else b""
 
@@ -101,9 +109,9 @@ def _newest_start(target: Store) -> tuple[int, bytes]:
 def _check_older_run(
     target: Store, found_document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
 ) -> None:
-    """Raise an error unless the newest start in a target was of this run.
-    If it had older numerics, this run is recognized by `older_runs`, and OtherNumerics is raised unless they are
-    accepted.
+    """Raise an error unless this run, with older numerics, wrote `found_document`: the newest start's file in a store.
+    It is UserError for another run, and OtherNumerics for this run unless the user accepts that numerics change.
+    `older_runs` is as in `begin_attempt`.
     """
     numerics_of_document = {_attempt_document(older_run): numerics for numerics, older_run in older_runs.items()}
     numerics = numerics_of_document.get(found_document)
@@ -136,7 +144,7 @@ def check_exclusive(target: Store, key: str, document: bytes) -> None:
 
 
 def newest_attempt(target: Store) -> int:
-    """Return the number of the newest start of the run in a target, by one listing; 0 if there was none."""
+    """Return the number of the run's newest start, by one listing of a store of its checkpoints; 0 if none."""
     numbers = [0]
     for key in target.list(_ATTEMPTS):
         name = _ATTEMPT_KEY.fullmatch(key)
@@ -158,7 +166,7 @@ def run_of_attempt(target: Store, attempt: int) -> dict[str, str] | None:
 
 
 def leftovers(target: Store, attempt: int) -> list[str]:
-    """Return the keys of a target's files that no checkpoint needs, sorted; nothing is deleted.
+    """Return the keys of those files in a store that no checkpoint needs, sorted; nothing is deleted.
     They are the files of unfinished checkpoints from starts before `attempt`; the newest start, `attempt`, may still
     be writing. A checkpoint is finished if it has a manifest, also one that was renamed by `Checkpoint.set_aside`.
     """
@@ -191,7 +199,7 @@ def is_of_checkpoint(key: str) -> bool:
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key is in the checkpoint folder of a start before `attempt`; False for any other key."""
+    """Return whether a key of a store is in the folder of a checkpoint that an earlier start than `attempt` began."""
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
@@ -201,11 +209,11 @@ def is_older(key: str, attempt: int) -> bool:
 
 
 def commit(target: Store, state: RunState, saved_at: str, on_progress: Callable[[], None] = lambda: None) -> None:
-    """Commit a checkpoint on one target: wait for the files of all ranks, then create the manifest.
-    For rank 0 only, which may call it again after a failure. `saved_at` is UTC in ISO 8601, the same in all targets.
-    `on_progress` is called after each look at the target. Raises Fenced if a newer start exists or another process has
-    written to the folder, TimeoutError if a rank needs longer than `FILES_TIMEOUT_S` and the patience of the target,
-    or when the run ends, and TornCheckpoint if the files do not hold every parameter once.
+    """Commit a checkpoint in one store: wait for the files of all ranks, then create the manifest.
+    For rank 0 only, which may call it again after a failure. `saved_at` is UTC in ISO 8601, the same in all stores.
+    `on_progress` is called after each look at the store. Raises Fenced if a newer start exists or another process has
+    written to the folder, and TornCheckpoint if the files do not hold every parameter once. Raises TimeoutError if a
+    rank's file takes longer than `FILES_TIMEOUT_S` and the store's patience together, or if the run ends meanwhile.
     """
     checkpoint = Checkpoint(state.step, state.attempt, target)
     files = _wait_for_files(checkpoint, state.world_size, on_progress)
@@ -260,7 +268,9 @@ def _wait_for_files(checkpoint: Checkpoint, world_size: int, on_progress: Callab
 def _read_ranges(
     checkpoint: Checkpoint, files: Sequence[FileEntry], state: RunState
 ) -> dict[str, tuple[tuple[int, int, int], ...]]:
-    """Read from the headers of all files which ranges of parameters each of them holds, up to 16 files at a time."""
+    """Read from the headers of all files which ranges of parameters each holds, up to 16 files at a time.
+    Returns parameter name -> (rank, first element, element after the last) of each range, in the order of elements.
+    """
 
     def read(file: FileEntry) -> dict[str, Range]:
         tensors, fault = checkpoint.tensors(file)
@@ -362,7 +372,7 @@ def retain(
     attempt: int,
     scores: dict[Checkpoint, HeldOutScore],
 ) -> None:
-    """Delete the checkpoints of a target that the retention policy does not keep (`superfluous`). Rank 0 only.
+    """Delete the checkpoints in a store that the retention policy does not keep (`superfluous`). Rank 0 only.
     Checkpoints that were set aside (withdrawn) stay. If the policy has `keep_best`, missing entries of `scores` are
     read and added. Raises Fenced, before anything is deleted, if a newer start of the run exists.
     """

@@ -45,9 +45,9 @@ _EVENLY_DIVIDED = (0, 3)  # ZeRO stages at which rank r stores `part(numel, rank
 
 
 def part(numel: int, world_size: int, rank: int) -> Range:
-    """Return the elements of a parameter that a rank stores if the ranks divide the parameter evenly.
-    All parts have the same size, except that the last ranks may have a shorter or an empty one. So DeepSpeed divides
-    parameters at ZeRO stage 3.
+    """Return the elements [start, end) of a flattened parameter that a rank stores if the ranks divide it evenly.
+    All parts have the same size, except that the last ranks may have a shorter or an empty one. DeepSpeed divides
+    parameters in this way at ZeRO stage 3.
     """
     size = -(-numel // world_size)
     start = min(rank * size, numel)
@@ -93,7 +93,7 @@ class FileEntry:
 
     @classmethod
     def parse(cls, name: str) -> FileEntry | None:
-        """Return what the name of a tensor file says; None for any other name."""
+        """Return the entry that the name of a tensor file describes; None for any other name."""
         match = _FILE.fullmatch(name)
         if match is None:
             return None
@@ -149,7 +149,9 @@ class RunState(_Frozen):
         return self.zero_stage in _EVENLY_DIVIDED
 
     def parts(self, rank: int) -> dict[str, Range]:
-        """Return by name the range of each parameter that a rank stores if they are divided evenly; none is empty."""
+        """Return parameter name -> elements [start, end) that a rank stores, where the ranks divide parameters evenly.
+        Parameters of which the rank stores nothing are left out.
+        """
         ranges = {name: part(math.prod(shape), self.world_size, rank) for name, shape in self.shapes.items()}
         return {name: (start, end) for name, (start, end) in ranges.items() if start < end}
 
@@ -171,7 +173,7 @@ class Manifest(_Frozen):
         return sum(file.size_bytes for file in self.files)
 
     def ranges_of(self, rank: int) -> dict[str, Range]:
-        """Return the ranges of parameters that the file of a rank holds, by name of the parameter; none is empty."""
+        """Return parameter name -> elements [start, end) that the file of a rank holds, without empty ranges."""
         if self.ranges is None:
             return self.state.parts(rank)
         return {
@@ -312,7 +314,7 @@ def tensors_of_header(file: FileEntry, header: bytes) -> list[TensorEntry]:
 
 
 def ranges_of_tensors(file: FileEntry, tensors: Sequence[TensorEntry]) -> dict[str, Range]:
-    """Return the range of each parameter that the tensors of a file hold, by name of the parameter.
+    """Return parameter name -> elements [start, end) that the tensors of a file hold.
     Raises TornCheckpoint unless weights and both moments have the same ranges, one of each parameter.
     """
     ranges_of_kinds: dict[str, dict[str, Range]] = {kind: {} for kind in KINDS}

@@ -76,18 +76,14 @@ class CheckpointReader:
         self._store = checkpoint.store
 
     def fill(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[str]:
-        """Read verified values into the tensors of `fragments`; return what is wrong, [] if nothing. Not collective.
-        Only stored tensors that share elements with a fragment are read. If something is wrong, the tensors are
-        partly overwritten. Size and header of the files in `check` are verified, too, so that the ranks can share this
-        work.
-        Raises TornCheckpoint if a file does not fit the manifest.
+        """Read the values of `fragments` (ranges of parameters) into their tensors; return a line for each fault.
+        Every tensor is verified before it is used, and only those are read that share elements with a fragment. If
+        something is wrong, the fragments are partly overwritten. Size and header of the files in `check` are verified,
+        too, so that ranks can share this work. Not collective. Raises TornCheckpoint if a file contradicts the
+        manifest.
         """
         destinations = _Destinations(fragments)
-        needed_ranks = {file.rank for file in check}
-        for fragment in fragments:
-            end = fragment.start + fragment.numel
-            needed_ranks.update(self.manifest.ranks_with(fragment.name, fragment.start, end))
-        files = [self.manifest.files[rank] for rank in sorted(needed_ranks)]
+        files = self._files_needed(fragments, check)
         needed_requests: list[Request] = []
         faults: list[str] = []
         for file, (tensors, header_faults) in zip(files, in_parallel(self._tensors, files)):
@@ -99,6 +95,13 @@ class CheckpointReader:
             lambda request: self._read(request, destinations.copy), needed_requests, THREADS
         )
         return [*faults, *itertools.chain(*faults_of_sizes, *faults_of_requests)]
+
+    def _files_needed(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[FileEntry]:
+        """Return the files of `check` and those that hold any element of `fragments`, in the order of their ranks."""
+        ranks = {file.rank for file in check}
+        for fragment in fragments:
+            ranks.update(self.manifest.ranks_with(fragment.name, fragment.start, fragment.start + fragment.numel))
+        return [self.manifest.files[rank] for rank in sorted(ranks)]
 
     def faults(self, file: FileEntry, advance: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
         """Verify every byte of one tensor file; return what is wrong, [] for a good file.

@@ -92,7 +92,7 @@ def repair(
     advance: Callable[[int], None] = lambda num_bytes: None,
     owner: Owner | None = None,
 ) -> Iterator[str]:
-    """Repair the checkpoints of all targets while the caller iterates; yield one line for each change.
+    """Repair the checkpoints in the stores `targets` while the caller iterates; yield one line for each change.
     A damaged checkpoint is restored from a good copy in another target or in a donor, a store that is only read. If
     there is no good copy, its manifest is renamed (set aside), so that no load takes it. Then files that no checkpoint
     needs are deleted. With `dry_run`, the lines say what would be done.
@@ -159,8 +159,8 @@ def _check_owner(found: Found, owner: Owner, donors: Sequence[Store]) -> None:
 
 
 def copy_to_all(targets: Sequence[Store], step: int, attempt: int) -> None:
-    """Copy a checkpoint to each target that lacks it, for example after a kill between two commits.
-    At least one target must have the checkpoint, verified by the caller. The manifest is copied last.
+    """Copy a checkpoint to each store that lacks it, for example after a kill between two commits.
+    At least one store must have the checkpoint, verified by the caller. The manifest is copied last.
     """
     copies = [Checkpoint(step, attempt, target) for target in targets]
     is_there = [copy.store.exists(copy.key(MANIFEST)) for copy in copies]

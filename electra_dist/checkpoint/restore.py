@@ -125,13 +125,13 @@ def _read(
         own_error = ["away" if is_worth_waiting_for(error) else "unreadable", str(error)]
     # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
     errors = [_ERRORS[kind](text) for kind, text in filter(None, gather(own_error))]
-    for agreed in sorted(errors, key=lambda agreed: not isinstance(agreed, TornCheckpoint)):
-        raise agreed
+    if errors:
+        raise min(errors, key=lambda error: not isinstance(error, TornCheckpoint))
     return reader.manifest.state
 
 
 def _candidates(targets: Sequence[Store]) -> list[list[Checkpoint]]:
-    """Return the checkpoints that rank 0 finds, newest first, each with its copies in all targets. Collective."""
+    """Return the checkpoints that rank 0 finds, newest first, each as a list of its copies. Collective."""
 
     def find() -> list[list[int]]:
         return [

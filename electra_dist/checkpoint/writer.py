@@ -108,8 +108,8 @@ class CheckpointWriter:
             self.on_wait(time.monotonic() - self._last_progress)
 
     def wait(self) -> None:
-        """Wait until no save is in flight, and raise the error of the last save, once; else that of a failed deletion.
-        If nothing is raised, rank 0 knows that all targets have the checkpoint, and any other rank that its own file
+        """Wait until no save is in flight. Raise the error of the last save or else of a deletion, each only once.
+        If nothing is raised, rank 0 knows that all stores have the checkpoint, and any other rank that its own file
         is stored. The deletion of old checkpoints may still go on.
         """
         if self._save is not None:
@@ -166,7 +166,7 @@ class CheckpointWriter:
         return tensors
 
     def _store(self, state: RunState, tensors: Sequence[Tensor], timing: SaveTiming) -> None:
-        """Store this rank's file in every target; on rank 0, commit there as soon as all ranks have stored theirs."""
+        """Write this rank's file into every store; on rank 0, commit there as soon as all ranks' files are there."""
         begin = time.perf_counter()
         _check_parts(self._rank, state, tensors)
         file = TensorFile(self._rank, tensors)
@@ -225,7 +225,7 @@ class _Task:
 
 
 class _ReportedPieces(Sequence[bytes | memoryview]):
-    """Pieces of a file; calls `on_take` whenever a store takes one of them."""
+    """Sequence of the pieces of a file that calls `on_take` whenever a store takes one of them."""
 
     def __init__(self, pieces: Sequence[bytes | memoryview], on_take: Callable[[], None]) -> None:
         self._pieces = pieces
@@ -256,13 +256,12 @@ def _in_all(targets: Sequence[Store], function: Callable[[Store], None]) -> None
         return None
 
     errors = [error for error in in_parallel(error_of, targets) if error is not None]
-    fences = [error for error in errors if isinstance(error, Fenced)]
-    for error in fences + errors:
-        raise error
+    if errors:
+        raise min(errors, key=lambda error: not isinstance(error, Fenced))
 
 
 def _check_parts(rank: int, state: RunState, tensors: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if a rank holds other ranges of the parameters than those that readers will compute."""
+    """Raise RuntimeError unless the tensors are the ranges of parameters that readers expect of this rank's file."""
     held = {
         tensor.name: (tensor.start, tensor.start + len(tensor.values)) for tensor in tensors if tensor.kind == "master"
     }
@@ -275,7 +274,7 @@ def _check_parts(rank: int, state: RunState, tensors: Sequence[Tensor]) -> None:
 
 def _shortage(folders: Sequence[Path], needed_bytes: int) -> str:
     """Return a line about a disk that has too little space for `needed_bytes` in each folder; "" if all have enough.
-    The needs of folders on one disk add up; the folders need not exist. A disk that does not answer is passed over,
+    The bytes of folders on one disk add up; the folders need not exist. A disk that does not answer is passed over,
     because the save will report it.
     """
     folders_by_disk: dict[int, list[Path]] = {}

@@ -221,7 +221,7 @@ def test_a_target_that_is_away_is_not_waited_for_while_another_has_a_good_copy(
     found, notes, values = load([away, good])
     assert found == small.state_at(20) and small.equal(values, small.content(20))
     assert len(notes) == 1 and f"{away.url}/{folder_name(20, 1)} could not be read: {away.url}: no answer" in notes[0]
-    state, _, lines = assemble([away, good])
+    state, _, _, lines = assemble([away, good])
     assert state.step == 20 and "could not be read" in lines[0]
     assert len(committed(away)) == 2  # nothing is set aside
 
@@ -278,7 +278,7 @@ def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> 
     for step in (10, 20):
         small.save([target], step, world_size=3)
     small.damage(target, f"{folder_name(20, 1)}/{MANIFEST}", at=-5)
-    state, weights, notes = assemble([target])
+    state, weights, _, notes = assemble([target])
     assert state == small.state_at(10, world_size=3)
     assert "does not match" in notes[0] or "canonical form" in notes[0] or "not valid JSON" in notes[0]
     for name, shape in small.SHAPES.items():
@@ -288,7 +288,7 @@ def test_assembled_weights_are_the_saved_ones(target: Store, tmp_path: Path) -> 
 def test_assemble_of_a_step_takes_that_step_or_fails(target: Store, tmp_path: Path) -> None:
     for step in (10, 20):
         small.save([target], step)
-    state, weights, _ = assemble([target], 10)
+    state, weights, *_ = assemble([target], 10)
     assert state.step == 10
     name, shape = next(iter(small.SHAPES.items()))
     assert torch.equal(weights[name], small.content(10)[name]["master"].view(shape))
