@@ -110,10 +110,12 @@ class _Environment(Record):
 def check_deepspeed() -> None:
     """Raise NodeError unless the tested version of DeepSpeed is installed, without importing it."""
     try:
-        found = f"deepspeed {metadata.version('deepspeed')} is installed"
+        installed = metadata.version("deepspeed")
+        found = f"deepspeed {installed} is installed"
     except metadata.PackageNotFoundError:
+        installed = ""
         found = "deepspeed is not installed"
-    if found.partition("+")[0].removesuffix(" is installed") != f"deepspeed {DEEPSPEED}":
+    if installed.partition("+")[0] != DEEPSPEED:
         raise NodeError(
             f"{platform.node()}: {found}, but runs are right with {DEEPSPEED} only; pip install deepspeed=={DEEPSPEED}"
         )

@@ -291,18 +291,19 @@ _UNKNOWN = ErrorClass(
 
 # An aborted process: of a library, or of the C++ runtime after an exception.
 _NATIVE_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
+_BY_EXIT_CODE = {EXIT_UNHEALTHY: _UNHEALTHY, EXIT_USER_ERROR: _REFUSED, EXIT_STOPPED: _AWAY}
 _BY_NAME = {
     error.name: error for error in (*CLASSES, _REFUSED, _UNHEALTHY, _AWAY, _KILLED, _NATIVE, _PYTHON, HANG, _UNKNOWN)
 }
 
 
 def class_of(name: str) -> ErrorClass:
-    """Return the class with a name; for a name that this version does not know, the class of unknown failures."""
+    """Return the class of failures with this name, or that of unknown failures if this version has no such class."""
     return _BY_NAME.get(name, _UNKNOWN)
 
 
 def class_of_stop_for_storage(why: str) -> ErrorClass:
-    """Return the class of a stop for storage by its recorded reason: only a user can raise a quota that is used up."""
+    """Classify a stop for lack of storage by its recorded reason: a quota was used up, or the storage was away."""
     return class_of("disk-quota") if re.search(r"\(\w*quota\w*\)", why, re.IGNORECASE) else _AWAY
 
 
@@ -313,15 +314,11 @@ def classify(code: int, output: str, num_killed_for_memory: int = 0) -> Finding:
     """
     lines = [_RANK_PREFIX.sub("", line).strip() for line in output.splitlines()]
     lines = [line for line in lines if line and not _HARMLESS.search(line)]
-    if code == EXIT_UNHEALTHY:
-        return Finding(error=_UNHEALTHY, line=_last_match(_REFUSED, lines))
-    if code == EXIT_USER_ERROR:
-        return Finding(error=_REFUSED, line=_last_match(_REFUSED, lines))
-    if code == EXIT_STOPPED:
-        return Finding(error=_AWAY, line=_last_match(_REFUSED, lines))
+    if code in _BY_EXIT_CODE:
+        return Finding(error=_BY_EXIT_CODE[code], line=_last_match(_REFUSED, lines))
     is_killed = code < 0 and -code not in _NATIVE_SIGNALS
     if is_killed:
-        return _kill(code, lines, num_killed_for_memory)
+        return _classify_kill(code, lines, num_killed_for_memory)
     for error in CLASSES:
         line = _last_match(error, lines)
         if line:
@@ -355,7 +352,7 @@ def is_same_fault(line: str, other: str) -> bool:
     return _without_numbers(line) == _without_numbers(other)
 
 
-def _kill(code: int, lines: list[str], num_killed_for_memory: int) -> Finding:
+def _classify_kill(code: int, lines: list[str], num_killed_for_memory: int) -> Finding:
     """Return why a signal ended a rank: lack of memory, a preemption, or an unknown sender."""
     # What the rank had printed before is no reason, but the words of the kernel or of Slurm are.
     by_name = {error.name: error for error in CLASSES}

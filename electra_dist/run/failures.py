@@ -47,8 +47,8 @@ class Failure(DatedRecord):
         return "before its first step" if self.step is None else f"at step {self.step:,}"
 
     @property
-    def account(self) -> str:
-        """Return one line: which rank failed, where and why, and whether that ends the run."""
+    def description(self) -> str:
+        """Return one line for people: which rank failed, why and at which step; and whether that ends the run."""
         text = f"rank {self.rank} on {self.node}: {self.kind.title}, {self.place}"
         if not self.repeated:
             return text
@@ -99,7 +99,7 @@ def is_repetition(finding: Finding, step: int | None, earlier: Iterable[Failure]
 
 
 def newest_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that explains the newest failed start; None if no start has failed.
+    """Return the failure that explains the newest failed start; `failures` are sorted by time. None if there is none.
 
     If the start failed on several nodes, it is one that did not fail because of another node.
     """
@@ -184,7 +184,7 @@ def _account_of_failure(run: Path, failure: Failure) -> dict[str, Any]:
         **_nothing_known(run),
         "time": failure.time,
         "state": "failed",
-        "what": failure.account,
+        "what": failure.description,
         "rank": failure.rank,
         "node": failure.node,
         "code": failure.code,

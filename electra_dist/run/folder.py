@@ -177,7 +177,7 @@ def check_numerics(run_dir: Path, current: int, accept_new_numerics: bool) -> No
 
 
 def override_of_moved_run(folder: Path, run_dir: str) -> str | None:
-    """Return the override by which a run goes on in `folder`, or None if its config names this folder as `run_dir`.
+    """Return the override "run_dir=..." by which a run goes on in `folder`; None if its config names `folder` already.
 
     They differ after a run folder was moved or copied, or for a relative `run_dir` seen from another working folder.
     """
@@ -192,32 +192,32 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     The error names the first key that differs. If only the version of random draws and rounding differs, OtherNumerics
     is raised, or nothing if `accept_new_numerics` is True.
     """
-    nearest = nearest_folder(run_dir)  # the run folder is created in it, so it must be writable
+    _check_writable(run_dir)
+    recorded = read_identity(run_dir)
+    if not recorded:
+        return
+    # Keys of the config are compared before the digests that depend on them, so that the message names such a key if
+    # one differs. `check_numerics` judges the numerics.
+    digests = ("phase_fingerprints", "corpus_fingerprint")
+    for key in (*(key for key in recorded if key not in digests), *digests, *identity):
+        difference = first_difference(recorded.get(key), identity.get(key), key)
+        if difference is not None and key != "numerics":
+            raise UserError(
+                f"run_dir {run_dir} holds a run of another config or corpus ({difference.key} was {difference.old}, "
+                f"is {difference.new}); set another run_dir, or restore the old value to continue that run"
+            )
+    check_numerics(run_dir, identity["numerics"], accept_new_numerics)
+
+
+def _check_writable(run_dir: Path) -> None:
+    """Raise an error if no file can be created in a run folder; a missing one is judged by its nearest parent."""
+    nearest = nearest_folder(run_dir)
     problem = disk_problem(nearest)
     if problem:
         raise StoreAway(f"run_dir {run_dir}: {problem}; check the disk of {nearest}, or set another run_dir")
     can_create_files = os.access(nearest, os.W_OK | os.X_OK)
     if not nearest.is_dir() or not can_create_files:
         raise UserError(f"run_dir {run_dir}: {nearest} is not a writable folder; set another run_dir")
-    identity_file = run_dir / IDENTITY_FILE
-    if not identity_file.exists():
-        return
-    # The message names the first difference. Keys of the config are compared before the digests that depend on them,
-    # and numerics last, so that the message names a config key if one differs.
-    digests: dict[str, None] = dict.fromkeys(("phase_fingerprints", "corpus_fingerprint", "numerics"))
-    identity_of_folder = read_identity(run_dir)
-    config_of_folder = {key: value for key, value in identity_of_folder.items() if key not in digests}
-    difference = first_difference(
-        {**config_of_folder, **digests, **identity_of_folder, "numerics": None},
-        {**digests, **identity, "numerics": None},
-    )
-    if difference:
-        raise UserError(
-            f"run_dir {run_dir} holds a run of another config or corpus ({difference.key} was {difference.old}, is "
-            f"{difference.new}); "
-            f"set another run_dir, or restore the old value to continue that run"
-        )
-    check_numerics(run_dir, identity["numerics"], accept_new_numerics)
 
 
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
@@ -283,13 +283,13 @@ def delete_unfinished_files(run_dir: Path) -> None:
     one in `meeting/`, is deleted only when it is an hour old. Other modules clean up checkpoints, caches and leases.
     """
     for folder in (run_dir, run_dir / MEETING_DIR, run_dir / SLURM_DIR):
-        hidden = [path for path in folder.glob(".*") if is_temporary(path.name)]
-        of_preflight = [path for path in folder.glob("preflight-*") if _OF_PREFLIGHT.fullmatch(path.name)]
-        for path in (*hidden, *of_preflight):
-            is_of_training = folder == run_dir and not path.name.startswith((f".{REPORT_FILE}.", "preflight-"))
+        for path in folder.glob("*"):
+            if not is_temporary(path.name) and not _OF_PREFLIGHT.fullmatch(path.name):
+                continue
+            # Rank 0 alone writes temporary files directly in the run folder, except those of a report.
+            is_of_rank_0 = folder == run_dir and not path.name.startswith((f".{REPORT_FILE}.", "preflight-"))
             with contextlib.suppress(OSError):  # another process has deleted the file
-                is_old = time.time() - path.stat().st_mtime > _OLD_S
-                if is_of_training or is_old:
+                if is_of_rank_0 or time.time() - path.stat().st_mtime > _OLD_S:
                     path.unlink()
 
 

@@ -25,6 +25,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from electra_dist.run.history import Link, Start, links, seconds_per_step, starts
 from electra_dist.run.ledger import JobRecord, LedgerEvent
@@ -85,7 +86,7 @@ def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Go
         return Goodput()
     job_links = links(jobs)
     queue_and_boot_s = _queue_and_boot_of_starts(run_starts, job_links)
-    useful_s, lost_s, steps_lost = _useful_and_lost(run_starts)
+    step_times = _step_times(run_starts)
     setups = [start.setup for start in run_starts]
     spent = [start.spent for start in run_starts]
     parts = {
@@ -98,13 +99,13 @@ def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Go
         "data": _total(spent, "data"),
         "stall": _total(spent, "stall"),
         "eval": _total(spent, "eval"),
-        "lost": lost_s,
-        "useful": useful_s,
+        "lost": step_times.lost_s,
+        "useful": step_times.useful_s,
     }
     first_submission = min((link.submitted_and_began[0] for link in job_links), default=math.inf)
     wall_s = run_starts[-1].last - min(run_starts[0].began, first_submission)
     down_s = max(0.0, wall_s - math.fsum(parts.values()))
-    return Goodput(**parts, down=down_s, steps_lost=steps_lost, starts=len(run_starts))
+    return Goodput(**parts, down=down_s, steps_lost=step_times.num_lost, starts=len(run_starts))
 
 
 def _queue_and_boot_of_starts(starts: Sequence[Start], links: Sequence[Link]) -> list[tuple[float, float]]:
@@ -125,9 +126,10 @@ def _queue_and_boot_of_starts(starts: Sequence[Start], links: Sequence[Link]) ->
 
 
 def _queue_and_boot(links: Sequence[Link], previous_end: float, process_began: float) -> tuple[float, float]:
-    """Return the queue and boot seconds of one start, to which one or several jobs have led.
+    """Return the seconds in Slurm's queue and the seconds to boot of one start, to which the jobs `links` have led.
 
-    The queue seconds of all these jobs are added up; booting is from the begin of the last job to the process.
+    The queue seconds of all these jobs are added up; booting is from the begin of the last job to the process. The
+    start before ended at `previous_end`, and the process of this one began at `process_began` (Unix seconds).
     """
     queue_s = 0.0
     boot_s = 0.0
@@ -141,15 +143,23 @@ def _queue_and_boot(links: Sequence[Link], previous_end: float, process_began: f
     return queue_s, boot_s
 
 
-def _useful_and_lost(starts: Sequence[Start]) -> tuple[float, float, int]:
-    """Return (seconds of kept steps, seconds of repeated steps, number of repeated steps).
+class _StepTimes(NamedTuple):
+    """Seconds of the steps that a run has kept, and seconds and number of those that it repeated later."""
+
+    useful_s: float
+    lost_s: float
+    num_lost: int
+
+
+def _step_times(starts: Sequence[Start]) -> _StepTimes:
+    """Add up the seconds of all steps of all starts.
 
     A step is kept if the next start resumed from a checkpoint that contains the step, or if no start followed.
     """
     mean_step_s = seconds_per_step(starts)
     useful_s = 0.0
     lost_s = 0.0
-    steps_lost = 0
+    num_lost = 0
     for start, next_start in itertools.zip_longest(starts, starts[1:]):
         step_s = mean_step_s  # for a start that was killed before it recorded a step
         if start.num_steps:
@@ -169,8 +179,8 @@ def _useful_and_lost(starts: Sequence[Start]) -> tuple[float, float, int]:
         num_unrecorded = max(0, next_start.repeated - num_repeated)
         gap_s = max(0.0, next_start.began - start.newest.unix_s)
         lost_s += min(num_unrecorded * step_s, gap_s)
-        steps_lost += max(next_start.repeated, num_repeated)
-    return useful_s, lost_s, steps_lost
+        num_lost += max(next_start.repeated, num_repeated)
+    return _StepTimes(useful_s, lost_s, num_lost)
 
 
 def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) -> float:

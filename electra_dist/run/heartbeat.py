@@ -126,7 +126,10 @@ class Heartbeat:
         self._overwrite(self.last)
 
     def _overwrite(self, beat: Beat) -> None:
-        """Replace the record in the file. An error that may pass is ignored; another one is raised as a StoreError."""
+        """Write a heartbeat over the one in the file; ignore the error of a disk that is full, read-only or away.
+
+        Any other error, such as a missing permission, is raised as a StoreError.
+        """
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -296,7 +299,7 @@ def hung(
     all_beats: Sequence[Beat] = (),
     not_before: float = float("-inf"),
 ) -> list[Hung]:
-    """Return the silences of hung ranks, the likely culprit first: by fewest steps, then by longest silence.
+    """Find the hung ranks at the Unix time `now`; the likely culprit comes first: fewest steps, then longest silence.
 
     Other ranks usually wait for the culprit in a collective. So a rank above its own limit counts as hung only if the
     ranks for which it may wait have all been silent, too, for the longest of their limits. These are ranks that have

@@ -67,7 +67,8 @@ class Start:
     @cached_property
     def newest(self) -> LedgerEvent:
         """Return the newest event that records how time was spent, or the first event if there is none."""
-        return [self.events[0], *(event for event in self.events if event.spent_s is not None)][-1]
+        with_times = [event for event in self.events if event.spent_s is not None]
+        return with_times[-1] if with_times else self.events[0]
 
     @property
     def spent(self) -> Mapping[str, float]:
@@ -76,12 +77,12 @@ class Start:
 
     @property
     def num_steps(self) -> int:
-        """Return the optimizer steps of this start, up to the newest record of its times (`spent`)."""
+        """Return how many optimizer steps this start has made, up to its newest event that records seconds."""
         return max(0, self.newest.step - self.first_step)
 
     @property
     def compile_s(self) -> float:
-        """Return how much longer the first step was than the mean of the others; 0 if there are fewer than two."""
+        """Return how many seconds longer the first step took than the mean of the others; 0 if there are none."""
         num_other_steps = self.num_steps - 1
         if num_other_steps <= 0:
             return 0.0
@@ -155,7 +156,7 @@ class Link:
 
     @property
     def session(self) -> str:
-        """Return the name of this start by `session_of`, such as job-4711-0."""
+        """Return the name of this start of the ranks, such as job-4711-0 (`session_of`)."""
         return session_of(self.begin)
 
     @property
@@ -179,7 +180,7 @@ def session_of(record: JobBegan | JobEnded) -> str:
 
 
 def since_submission(jobs: Sequence[JobRecord]) -> Sequence[JobRecord]:
-    """Return the records from the newest submission by a person on; all records if there is none."""
+    """Return the records of Slurm jobs from the newest submission by a person on; all if there was no submission."""
     submissions = [number for number, record in enumerate(jobs) if isinstance(record, JobSubmitted)]
     return jobs[submissions[-1] :] if submissions else jobs
 
@@ -210,11 +211,11 @@ def newest_ending(ledger: Sequence[LedgerEvent]) -> Ending | None:
 
 
 def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
-    """Classify a run by ledger, queue and sign of life: the first of them that decides.
+    """Classify a run by the first of these that decides: "done" in its ledger, Slurm's queue, the ledger's last event,
+    and its newest sign of life.
 
-    The order is: "done" in the ledger, Slurm's queue, the last event of the ledger, the newest sign of life. A run is
-    "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without Slurm, a
-    killed run counts as living until its newest sign of life is older than `evidence.patience_s`.
+    A run is "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without
+    Slurm, a killed run counts as living until its newest sign of life is older than `evidence.patience_s`.
     """
     if any(event.event == "done" for event in ledger):
         return "finished"

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
 
@@ -129,7 +129,7 @@ class RunLease:
     """
 
     def __init__(self, run_dir: Path, lease: FoundLease, lock: int | None) -> None:
-        """Watch the lease in a thread; if `lock` is given, the descriptor of its locked file, also renew the lease."""
+        """Watch the lease in a thread. The owner gives the descriptor of its file as `lock`, and also renews it."""
         self._run_dir = run_dir
         self._folder_id = _file_id(run_dir)
         self._lease = lease
@@ -184,32 +184,24 @@ class RunLease:
         """Renew the lease if this process owns it; if it is lost, store why. Errors of the disk are ignored."""
         with self._looking, contextlib.suppress(OSError):
             newest = find_newest(self._lease.path.parent)
-            is_held = newest.path == self._lease.path and newest.content == self._lease.content
-            if not is_held:
-                self._lost = self._find_loss(newest)
-            elif self._lock is not None:
-                renew(self._lease.path)
-
-    def _find_loss(self, newest: FoundLease) -> str:
-        """Return in one line how the lease was lost, or "" if it was not.
-
-        If only its file was deleted, the lease is not lost: its owner writes the file again.
-        """
-        if _file_id(self._run_dir) != self._folder_id:
-            return (
-                f"run folder {self._run_dir} was deleted or moved while the run trained in it, so the run has ended "
-                f"without a save; move it back or set run_dir to its new place, then start again"
-            )
-        # The lease goes on if a person has deleted its file: the owner writes it again.
-        was_deleted = newest.number < self._lease.number
-        if was_deleted and self._lock is not None:
-            self._lock = _write_locked(self._lease.path, self._lease.content) or self._lock
-        if was_deleted:
-            return ""
-        return (
-            f"run folder {self._run_dir} was taken over by another start: {newest.description}; this process did not "
-            f"renew its lease for {LEASE_S:.0f} s and has ended without a save; let the other start go on"
-        )
+            if newest.path == self._lease.path and newest.content == self._lease.content:
+                if self._lock is not None:
+                    renew(self._lease.path)
+            elif _file_id(self._run_dir) != self._folder_id:
+                self._lost = (
+                    f"run folder {self._run_dir} was deleted or moved while the run trained in it, so the run has "
+                    f"ended without a save; move it back or set run_dir to its new place, then start again"
+                )
+            elif newest.number < self._lease.number:
+                # A person has deleted the file of the lease, which goes on: the owner writes the file again.
+                if self._lock is not None:
+                    self._lock = _write_locked(self._lease.path, self._lease.content) or self._lock
+            else:
+                self._lost = (
+                    f"run folder {self._run_dir} was taken over by another start: {newest.description}; this process "
+                    f"did not renew its lease for {LEASE_S:.0f} s and has ended without a save; let the other start "
+                    f"go on"
+                )
 
 
 def hold_lease(run_dir: Path, say: Callable[[str], None]) -> RunLease:
@@ -330,11 +322,18 @@ def find_newest(folder: Path) -> FoundLease:
     raise OSError(errno.ESTALE, "the newest lease is listed and is not there", str(folder))
 
 
-def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | None:
-    """Create the file of a lease for this process, and delete the files of earlier leases and unfinished files.
+class CreatedLease(NamedTuple):
+    """Lease that this process has created, and the file descriptor that keeps its file locked until it is closed."""
 
-    `number` is one more than the newest lease's number. Returns the lease, and a file descriptor that keeps the file
-    locked until it is closed or the process ends. Returns None if another process has created the file.
+    lease: FoundLease
+    lock: int
+
+
+def create(folder: Path, number: int, holder: str) -> CreatedLease | None:
+    """Create the file of a lease for this process in RUN/lease, and delete what earlier leases have left there.
+
+    `number` is one more than the newest lease's number, and `holder` says who takes it, "supervisor" or "rank 0".
+    Returns None if another process has created the file.
     """
     path = folder / f"{number:06d}.json"
     if path.with_suffix(".released").exists():
@@ -352,12 +351,18 @@ def create(folder: Path, number: int, holder: str) -> tuple[FoundLease, int] | N
     lock = _write_locked(path, content)
     if lock is None:
         return None
+    _delete_older(folder, number)
+    lease = FoundLease(number=number, path=path, content=content, renewed_ns=path.stat().st_mtime_ns)
+    return CreatedLease(lease, lock)
+
+
+def _delete_older(folder: Path, number: int) -> None:
+    """Delete the files of leases with lower numbers, and unfinished files, which killed processes have left."""
     for file in folder.iterdir():
         is_older = _LEASE_NAME.fullmatch(file.name) is not None and int(file.stem) < number
         if is_older or is_temporary(file.name):
             with contextlib.suppress(OSError):  # A foreign folder may have such a name.
                 file.unlink()
-    return FoundLease(number=number, path=path, content=content, renewed_ns=path.stat().st_mtime_ns), lock
 
 
 def _write_locked(path: Path, content: bytes) -> int | None:

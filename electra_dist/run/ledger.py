@@ -139,7 +139,7 @@ class Ledger:
             self.sync()  # waits for the disk, then writes the event, which `self._file` has kept
 
     def append_soon(self, event: Event, step: int, **details: Any) -> None:
-        """Append an event without waiting for a disk that is full or away."""
+        """Append an event; if the disk is full or away, keep it in memory instead, until the next event is written."""
         with contextlib.suppress(StoreAway):
             self._append(event, step, details)
 

@@ -183,7 +183,10 @@ class MetricsWriter:
         return newest_step
 
     def _cut_after(self, step: int) -> int:
-        """Cut the records after `step` off the end of a file in order; return the last recorded step, or `step`."""
+        """Cut the records after `step` off metrics.jsonl, whose steps ascend; return the last step that it had.
+
+        The result is at least `step`.
+        """
         path = self._file.path
         newest_step = step
         end = None  # offset of the first record to drop
@@ -219,7 +222,7 @@ class MetricsWriter:
         The record survives a crash of the machine only after `sync`. A record that a full or silent disk refuses is
         kept in memory and written later; `problems` has a line about it.
         """
-        with self._noted(self._file.path):
+        with self._refusals_reported(self._file.path):
             self._file.append(record)
         tensorboard = self._open_tensorboard()
         if tensorboard is not None:
@@ -227,7 +230,7 @@ class MetricsWriter:
 
     def write_samples(self, step: int, samples: Sequence[TextSample]) -> None:
         """Append the text samples of an evaluation to samples.jsonl and, if wanted, to TensorBoard."""
-        with self._noted(self._run_dir / SAMPLES_FILE):
+        with self._refusals_reported(self._run_dir / SAMPLES_FILE):
             self._sample_file().append(Samples(step=step, texts=list(samples)))
         tensorboard = self._open_tensorboard()
         if tensorboard is not None:
@@ -273,8 +276,11 @@ class MetricsWriter:
         self._file.discard()
 
     @contextlib.contextmanager
-    def _noted(self, path: Path) -> Iterator[None]:
-        """Guard a write to `path`: other threads wait, and if the disk refuses, a line is added to the problems."""
+    def _refusals_reported(self, path: Path) -> Iterator[None]:
+        """Hold the lock while the `with` block writes to `path`; turn a StoreAway into a line of `problems`.
+
+        `JsonlFile` keeps a record that the disk refuses, and writes it later, so the error needs no other answer.
+        """
         with self._lock:
             try:
                 yield
@@ -391,7 +397,10 @@ def replaced_words_table(samples: Sequence[TextSample]) -> str:
 
 
 def _is_in_order(file: Path) -> bool:
-    """Return whether steps never decrease and no kind has a step twice; lines are not parsed as JSON."""
+    """Return whether the steps in metrics.jsonl never decrease, and no kind of record has a step twice.
+
+    Lines are not parsed as JSON, which would take long.
+    """
     last_step = -1
     kinds: set[bytes] = set()  # of the records of the last step
     for line in lines(file):

@@ -36,12 +36,12 @@ def test_of_the_newest_start_the_node_that_failed_first_explains_it() -> None:
 
 
 def test_the_account_names_rank_node_fault_step_and_the_decision() -> None:
-    assert failure().account == "rank 3 on node7: CUDA error, device-side assert, at step 7"
-    assert failure(repeated=True).account == (
+    assert failure().description == "rank 3 on node7: CUDA error, device-side assert, at step 7"
+    assert failure(repeated=True).description == (
         "rank 3 on node7: CUDA error, device-side assert, at step 7: the same step on the same rows as before: code, "
         "not node; not restarted a second time"
     )
-    assert failure(step=None, error="import").account.endswith("cannot be imported, before its first step")
+    assert failure(step=None, error="import").description.endswith("cannot be imported, before its first step")
 
 
 def test_the_account_of_the_last_end_is_that_of_the_newer_record(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
     failure = newest_failure(read_failures(run))
     if failure is not None:
         raise UserError(
-            f"{run}: the first start was refused before it recorded a config: {failure.account}: {failure.line}; "
+            f"{run}: the first start was refused before it recorded a config: {failure.description}: {failure.line}; "
             f"correct this and start again; more: electra-dist why {shlex.quote(str(run))}"
         )
     raise UserError(f"{run}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
@@ -261,7 +261,7 @@ def _failure(seen: Gathered) -> dict[str, Any] | None:
     progress = ("checkpoint", "stop")
     if any(event.event in progress and event.unix_s > failure.unix_s for event in seen.ledger):
         return None
-    return {**failure.fields(), "account": failure.account, "fault": failure.kind.fault}
+    return {**failure.fields(), "account": failure.description, "fault": failure.kind.fault}
 
 
 def _link(link: Link) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def decide(
     if EXIT_USER_ERROR in codes.values():
         why = "user error (78): fix what the `error:` line in the job's log names, then submit again"
         if failure is not None and failure.repeated:
-            why = f"{failure.account}; {failure.kind.next_step}, then submit again"
+            why = f"{failure.description}; {failure.kind.next_step}, then submit again"
         return JobVerdict(action="stop", exit_code=EXIT_USER_ERROR, why=why)
     # The events of this job are selected by count and not by time, because the clocks of nodes differ.
     events = ledger[newest.begin.ledger_events :]
@@ -263,7 +263,7 @@ def _after_crash(
     if not shown_codes:
         shown_codes = "no node reported an exit code"
     if failure is not None:
-        shown_codes += f"; {failure.account}"
+        shown_codes += f"; {failure.description}"
     # A job can die before it starts its ranks, and can start them several times: the larger count decides.
     num_fruitless = max(jobs_without_progress(ledger, jobs), starts_without_progress(ledger, jobs))
     if num_fruitless > max_fruitless_restarts:

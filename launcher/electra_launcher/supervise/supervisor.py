@@ -198,7 +198,7 @@ class Supervisor:
             except LeaseLost as error:
                 return StartOutcome(code=EXIT_USER_ERROR, why=str(error))
         if self._failure is not None and self._failure.repeated:
-            why = f"{self._failure.account}; see `electra-dist why {shlex.quote(str(self._run_dir))}`"
+            why = f"{self._failure.description}; see `electra-dist why {shlex.quote(str(self._run_dir))}`"
             return StartOutcome(code=EXIT_USER_ERROR, why=why)
         # Only node 0 checks the number, because the other nodes follow its starts and its end. The number grows by one
         # at a time, so it reaches the limit and never exceeds it.
@@ -315,7 +315,7 @@ class Supervisor:
             if failure is None:
                 return
             self._failure = failure
-            self.log(f"{failure.account}{': ' if failure.line else ''}{failure.line}")
+            self.log(f"{failure.description}{': ' if failure.line else ''}{failure.line}")
             record_failure(self._run_dir, self._placement.node, failure, start.outputs, patience=self._patience)
 
     def _strike_node_at_fault(self) -> str:
