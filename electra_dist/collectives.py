@@ -97,14 +97,14 @@ def gather(value: T) -> list[T]:
 
 
 class Choice(NamedTuple):
-    """Name of what was chosen, and the reason for the log; the reason is empty for the usual choice."""
+    """Implementation that a rank chose, by name, and the reason for the log; the usual choice has an empty reason."""
 
     name: str
     reason: str = ""
 
 
 class Candidate(NamedTuple):
-    """Implementation that `first_that_works` may choose, with a function that finds out whether it can be used."""
+    """Implementation that `first_that_works` may choose, with the function that finds out whether it can be used."""
 
     name: str
     title: str  # in the reason, if another candidate is chosen
@@ -143,10 +143,10 @@ def _shown(choice: Choice) -> str:
 
 def report_once(error: UserError, exit_code: int) -> None:
     """Print an error to stderr, unless another rank has printed one, and tell all ranks to end with `exit_code`.
-    Any rank may call this alone. If rank 0 has ended, the error is printed even if another rank has printed one.
+    Not a collective: any rank may call this alone. If rank 0 has ended, each rank that calls this prints its error.
     """
     is_first = True  # also if the store cannot be reached
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # torch's error if rank 0, whose process has the store, has ended
         store = dist.distributed_c10d._get_default_store()
         num_errors = store.add(_NUM_ERRORS, 1)  # atomic, so exactly one rank gets 1
         is_first = num_errors == 1
@@ -158,7 +158,7 @@ def report_once(error: UserError, exit_code: int) -> None:
 
 
 def reported_exit_code() -> int | None:
-    """Return the exit code of the first reported error; None if there is none, or if rank 0 has ended."""
+    """Return the exit code of the first `report_once` of any rank; None before it, or if rank 0 has ended."""
     with contextlib.suppress(RuntimeError):
         store = dist.distributed_c10d._get_default_store()
         if store.check([_EXIT_CODE]):

@@ -55,5 +55,4 @@ def html_text(text: str) -> str:
 
 
 def _escape(char: str) -> str:
-    """Return the Python escape of a character, such as \\x1b."""
     return char.encode("unicode_escape").decode("ascii")

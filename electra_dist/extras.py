@@ -11,9 +11,9 @@ from electra_dist.errors import UserError
 
 
 def missing_packages(purpose: str, extra: str) -> UserError:
-    """Return the error that the packages for `purpose`, which the extra `extra` names, are not installed.
+    """Return the error of one line that `purpose` needs packages: those of the extra `extra` of setup.py.
 
-    The command in it names the packages themselves: that works for a clone and for a wheel, whatever an index has.
+    Its pip command names the packages, not the extra, so that it works beside a clone and beside an installed wheel.
     """
     needed = [Requirement(line) for line in _requirements()]
     chosen = [f"{one.name}{one.specifier}" for one in needed if one.marker and one.marker.evaluate({"extra": extra})]

@@ -31,10 +31,7 @@ _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")  # such as apache-2.0
 
 
 def check_license(license_id: str) -> None:
-    """Raise UserError if a text does not look like a licence identifier of Hugging Face's hub, such as apache-2.0.
-
-    Only the form is checked: lower-case letters, digits, dots and hyphens.
-    """
+    """Raise UserError unless a text has the form of the Hub's licence identifiers, such as apache-2.0."""
     if not _LICENSE_ID.fullmatch(license_id):
         raise UserError(
             f"--license {license_id}: not a licence identifier; give one such as apache-2.0, mit, cc-by-4.0 or other"
@@ -54,7 +51,7 @@ def model_folder(spec: str) -> Path:
 
 
 def hub_name(spec: str) -> re.Match[str] | None:
-    """Return the groups `repo` and `revision` (None: the main branch) of a name on the Hub; None for a path."""
+    """Match a model's name on the Hub: groups `repo` and `revision` (None: the main branch). None for a path."""
     name = _NAME.fullmatch(spec)
     if spec.startswith(HUB_SCHEME):
         if name is None:
@@ -77,7 +74,7 @@ def shown_name(folder: Path) -> str:
 
 @functools.cache
 def _download(repo: str, revision: str | None) -> Path:
-    """Return the folder of a model in the cache, the same at each call of a process even if the model changes."""
+    """Download a model into the Hub's cache, and return its folder, which stays the same for this process."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -93,7 +90,10 @@ def _download(repo: str, revision: str | None) -> Path:
 
 
 def hub_error(name: str, error: Exception) -> UserError:
-    """Return the exception of huggingface_hub about the repository `name` as an error with the next step."""
+    """Turn an exception of huggingface_hub about the repository `name` into an error of one line with the next step.
+
+    That is StorageLost if the Hub does not answer, otherwise UserError.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
