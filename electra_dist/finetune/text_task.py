@@ -197,19 +197,15 @@ class TextTask(Task):
         self.name = spec.name
         self.metric = spec.metric
         self.notes = []
-        split: dict[str, Any] | None = None
         if spec.folder:
             self.train = _read_glue(spec, data, "train")
             self.dev = {prefix: _read_glue(spec, data, stem) for prefix, stem in spec.dev_files}
-            files = [self.train, *self.dev.values()]
         else:
             spec, self.train = self._read_own(spec, data, delimiter)
             dev = dev or find_split(data, "dev")
-            files = [self.train]
-            if dev is not None:
-                self.dev = {"": read_texts(dev, *spec.columns, delimiter=delimiter)}
-                files += self.dev.values()
+            self.dev = {} if dev is None else {"": read_texts(dev, *spec.columns, delimiter=delimiter)}
         self.spec = spec
+        files = [self.train, *self.dev.values()]
 
         self._label_targets = LabelTargets.of(spec, self.train)
         self.labels = self._label_targets.labels  # empty for a regression
@@ -217,16 +213,11 @@ class TextTask(Task):
 
         # The digest covers the bytes of the files and the way in which they are read.
         digested = "".join(texts.sha256 for texts in files) + repr(spec)
-        if not spec.folder and dev is None:
-            self.train, held_out = split_off(self.train, dev_share, split_seed, not self.labels)
-            self.dev = {"": held_out}
-            split = {"dev_share": dev_share, "split_seed": split_seed, "dev_lines": held_out.line}
+        split: dict[str, Any] | None = None
+        if not self.dev:
+            self._hold_out(dev_share, split_seed)
+            split = {"dev_share": dev_share, "split_seed": split_seed, "dev_lines": self.dev[""].line}
             digested += f", {dev_share} held out by the seed {split_seed}"
-            self.notes.append(
-                f"{self.train.file}: no development file, so {len(held_out.a)} of "
-                f"{len(self.train.a) + len(held_out.a)} examples are held out, of every label alike (--dev-share "
-                f"{dev_share}, --split-seed {split_seed}); finetune.json has their lines"
-            )
         self.test_sets: list[UnlabelledSet] = []
         if with_test:
             self.test_sets = read_test_sets(spec.name, data, spec.text_a, spec.text_b, delimiter)
@@ -279,6 +270,15 @@ class TextTask(Task):
                 f"wrote the file has added these quotes, pass --delimiter '\\t'"
             )
         return spec, texts
+
+    def _hold_out(self, share: float, seed: int) -> None:
+        """Move a share of the examples of each label from `train` to `dev`, and say so in a note."""
+        num_examples = len(self.train.a)
+        self.train, self.dev[""] = split_off(self.train, share, seed, not self.labels)
+        self.notes.append(
+            f"{self.train.file}: no development file, so {len(self.dev[''].a)} of {num_examples} examples are held "
+            f"out, of every label alike (--dev-share {share}, --split-seed {seed}); finetune.json has their lines"
+        )
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
         """Return the training examples as rows of token ids with their targets.
