@@ -267,3 +267,17 @@ def test_a_run_takes_the_size_of_its_corpus_vocabulary_if_the_config_has_more(co
     smaller = load_config(config, ["model.vocab_size=299"])
     with pytest.raises(ManifestMismatch, match=r"the model has 299; set model\.vocab_size: 300 or more"):
         check_inputs(smaller, world_size=1)
+
+
+def test_a_start_reads_each_corpus_json_once(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+    read = LocalStore.read
+
+    def counted(store: LocalStore, key: str) -> bytes:
+        keys.append(f"{store.url}/{key}")
+        return read(store, key)
+
+    monkeypatch.setattr(LocalStore, "read", counted)
+    check_inputs(load_config(config), world_size=1)
+    manifests = [key for key in keys if key.endswith("corpus.json")]
+    assert sorted(manifests) == [f"{tmp_path}/corpus/corpus.json", f"{tmp_path}/corpus/heldout/corpus.json"]
