@@ -74,7 +74,7 @@ class ForeachAdamW(torch.optim.Optimizer):
             self.update_group(group, params)
 
     def update_group(self, group: dict[str, Any], params: list[Any]) -> None:
-        """Update `params` of a group in place; each must have a gradient and at least one element."""
+        """Update some parameters of a group in place; each must have a gradient and at least one element."""
         grads = [parameter.grad for parameter in params]
         exp_avgs, exp_avg_sqs = moments_of(self, params)
         beta1, beta2 = group["betas"]
@@ -97,7 +97,7 @@ class ForeachAdamW(torch.optim.Optimizer):
         torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
 
     def scale_decayed(self, updates: list[torch.Tensor], params: list[torch.Tensor]) -> None:
-        """Scale the updates of parameters with decay in place; AdamW leaves them as they are."""
+        """Scale the updates of parameters with weight decay in place, as LAMB does; AdamW leaves them as they are."""
 
 
 class ForeachLamb(ForeachAdamW):
@@ -113,7 +113,7 @@ class ForeachLamb(ForeachAdamW):
 
 
 def _trust_ratios(params: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return |p| / |r| for each parameter p and its update r, or 1 where a norm is 0; the host does not wait."""
+    """Return |p| / |r|, the factor of LAMB, for each parameter p and its update r, or 1 where either norm is 0."""
     param_norms = torch._foreach_norm(params)
     update_norms = torch._foreach_norm(updates)
     ratios = []

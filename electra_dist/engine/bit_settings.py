@@ -22,7 +22,7 @@ _LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTION
 
 
 def bit_settings(config: Config, engine: Engine) -> dict[str, str]:
-    """Return the settings that may change the last bits, by name, such as "ranks"; hardware is this rank's."""
+    """Return what may change the last bits of a run's results, such as {"ranks": "8"}; hardware is this rank's."""
     guard = config.guard
     settings = {
         "ranks": str(dist.get_world_size()),
@@ -64,6 +64,10 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]
     """Return the settings that differ, name -> "BEFORE to NOW"; {} if `before` is {}, as in an old checkpoint."""
     if not before:
         return {}
-    names = sorted({*before, *now})
-    texts = {name: (before.get(name, "unset"), now.get(name, "unset")) for name in names}
-    return {name: f"{was} to {is_now}" for name, (was, is_now) in texts.items() if was != is_now}
+    differences = {}
+    for name in sorted({*before, *now}):
+        was = before.get(name, "unset")
+        is_now = now.get(name, "unset")
+        if was != is_now:
+            differences[name] = f"{was} to {is_now}"
+    return differences

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -118,7 +117,7 @@ class StepNumbers:
         self._values: list[list[Any]] | None = None
 
     def read_with(self, norm: torch.Tensor) -> float:
-        """Copy all numbers and the gradient norm to the host with a single copy; return the norm."""
+        """Copy the step's numbers and its gradient norm to the host with a single copy; return the norm."""
         norm_on_host, *self._values = _to_host([norm.double().reshape(1), *self._tensors])
         return float(norm_on_host[0])
 
@@ -130,19 +129,10 @@ class StepNumbers:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return the values of int64 and float64 tensors, copied from the device at once as 64-bit words."""
-    words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
-    host_words = np.array(words.tolist(), np.int64)
-    values = []
-    start = 0  # first word of the next tensor
-    for tensor in tensors:
-        tensor_words = host_words[start : start + tensor.numel()]
-        start += tensor.numel()
-        if tensor.is_floating_point():
-            values.append(tensor_words.view(np.float64).tolist())
-        else:
-            values.append(tensor_words.tolist())
-    return values
+    """Return the elements of 1-D int64 and float64 tensors, copied from the device at once as 64-bit words."""
+    words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors]).cpu()
+    words_of_tensors = words.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.dtype).tolist() for part, tensor in zip(words_of_tensors, tensors)]
 
 
 class TowerClipping:
@@ -160,7 +150,10 @@ class TowerClipping:
         self._factor_2 = torch.ones(2, device=device)
 
     def measure(self, layout: ZeroLayout, gradient_scale: float = 1.0) -> None:
-        """Compute both clipping factors; gradients are multiplied by `gradient_scale`. Collective at stages 1 to 3."""
+        """Compute both towers' clipping factors from the gradients of a step. Collective at ZeRO stages 1 to 3.
+
+        `gradient_scale` is the factor, such as fp16's loss scale, by which the gradients are too large.
+        """
         square_2 = torch.zeros_like(self._clip_2)
         for group, gradients in layout.gradients():
             tower = int(group["is_generators"])
@@ -173,7 +166,7 @@ class TowerClipping:
         self._factor_2 = (self._clip_2 / (norm_2 + _CLIP_EPS)).clamp(max=1.0).float()
 
     def apply(self, groups: list[dict[str, Any]]) -> None:
-        """Clip in place: multiply each group's gradients by the factor of the generator or of the discriminator."""
+        """Clip in place: multiply the gradients of each parameter group by the factor of its tower."""
         for group in groups:
             factor = self._factor_2[int(group["is_generators"])]
             for parameter in group["params"]:
@@ -243,7 +236,7 @@ class Engine:
         if optimizer_config.name == "muon":
             check_update(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
-        if self._reduces_for_nothing():
+        if self._needs_no_exchange():
             self.deepspeed.enable_backward_allreduce = False
         self._overlaps = engine.overlap_communication and dist.get_world_size() > 1
         if isinstance(self._layout, Bf16Stage1):
@@ -258,7 +251,7 @@ class Engine:
             self.loss_scale = self._install_loss_scale()
 
     def _choose_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> str:
-        """Choose the implementation of the optimizer, the same on all ranks. Collective on GPUs."""
+        """Return which implementation of the optimizer all ranks use, and note why. Collective on GPUs."""
         updates_on_host = engine.offload_optimizer and engine.zero_stage > 0
         choice = choose_implementation(config, self.device.type, updates_on_host)
         if self.device.type == "cuda":
@@ -267,11 +260,10 @@ class Engine:
             self.notes.append(f"optimizer: {choice.name}, because {choice.reason}")
         return choice.name
 
-    def _reduces_for_nothing(self) -> bool:
-        """Return whether to leave out the exchange of gradients: a single rank has no one to exchange them with."""
-        # BF16_Optimizer would then only copy all fp32 sums to a new buffer and back. An exchange in bf16 rounds the
-        # sums, so it is kept. At the other stages the function that exchanges gradients also updates the optimizer's
-        # state.
+    def _needs_no_exchange(self) -> bool:
+        """Return whether to leave out the exchange of gradients, because a single rank has none to exchange with."""
+        # BF16_Optimizer would only copy all fp32 sums to a new buffer and back. An exchange in bf16 rounds the sums,
+        # so it is kept. At the other stages the function that exchanges gradients also updates the optimizer's state.
         exchanges_fp32 = self.deepspeed.communication_data_type == torch.float32
         return dist.get_world_size() == 1 and isinstance(self._layout, Bf16Stage1) and exchanges_fp32
 
@@ -284,14 +276,11 @@ class Engine:
         return loss_scale
 
     def forward(self, given: StepInput) -> StepOutput:
-        """Return the objective's output for one micro-batch. Collective at ZeRO stage 3, which gathers parameters."""
+        """Run the objective on one micro-batch. Collective at ZeRO stage 3, which gathers parameters."""
         return self.deepspeed(given)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch to those of the step.
-
-        The step's loss is the sum of its micro-batches' losses.
-        """
+        """Add the gradients of a micro-batch's loss to those of the step, whose loss is the sum over micro-batches."""
         # DeepSpeed divides gradients by both numbers, so that the result is the plain sum.
         factor: float = dist.get_world_size() * self.num_micro_batches
         if self.loss_scale is not None and self.zero_stage == 0:
@@ -311,17 +300,13 @@ class Engine:
         """Clip the gradients, update the weights unless `accept` refuses, and clear the gradients. Collective.
 
         `accept` is called once, if the gradients are finite, and must return the same on all ranks. The generator's
-        parameter groups use `generator_learning_rate`, if given. If a group has an `lr_scale`, its learning rate is
-        multiplied by that. `numbers` are copied to the host together with the norm, before `accept` is called, so that
-        the host waits for the device only once.
+        parameter groups use `generator_learning_rate`, if given. `numbers` of the step are copied to the host together
+        with the norm, before `accept` is called, so that the host waits for the device only once.
 
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
         """
-        for group in self.optimizer.param_groups:
-            has_own_rate = generator_learning_rate is not None and group["is_generators"]
-            group_learning_rate = generator_learning_rate if has_own_rate else learning_rate
-            group["lr"] = group_learning_rate * group.get("lr_scale", 1.0)
+        self._set_learning_rates(learning_rate, generator_learning_rate)
         self._accept = accept
         self._applied = None
         self._numbers = StepNumbers() if numbers is None else numbers
@@ -346,9 +331,17 @@ class Engine:
             self.loss_scale.count_update()
         return grad_norm, was_updated
 
+    def _set_learning_rates(self, learning_rate: float, generator_learning_rate: float | None) -> None:
+        """Set the learning rate of every parameter group, times the group's `lr_scale` if it has one."""
+        for group in self.optimizer.param_groups:
+            has_own_rate = generator_learning_rate is not None and group["is_generators"]
+            group_learning_rate = generator_learning_rate if has_own_rate else learning_rate
+            group["lr"] = group_learning_rate * group.get("lr_scale", 1.0)
+
     def _update_if_allowed(self) -> None:
-        """Update the weights if `accept` agrees. DeepSpeed calls this once, or for each group, as `optimizer.step`."""
-        if self._applied is None:  # `accept` is asked once in a step, and its answer holds for all groups
+        """Update the weights if the caller of `step` accepts; DeepSpeed calls this as the optimizer's `step`."""
+        # DeepSpeed calls this once in a step, or for each group; `accept` is asked once, and its answer holds for all.
+        if self._applied is None:
             # At stage 0 `step` has computed the norm. At the other stages it is read here, before the update: reading
             # it afterwards would wait until a GPU has finished the update.
             if self.zero_stage > 0:

@@ -1,8 +1,7 @@
 """Add up and exchange the gradients of a step at ZeRO stage 1 in bf16, with few operations.
 
-DeepSpeed's BF16_Optimizer remains the optimizer. For each parameter group it keeps one flat fp32 tensor with the sums
-of the gradients. DeepSpeed handles each parameter by itself in Python. This module replaces that with operations on
-buckets, which consist of consecutive parameters.
+DeepSpeed's BF16_Optimizer remains the optimizer. It keeps the sums of a parameter group's gradients in one flat fp32
+tensor, and handles each parameter by itself in Python. This module handles buckets of consecutive parameters instead.
 
 Guarantee: on a CPU without overlap every sum is that of DeepSpeed 0.19.8, bit for bit. With overlap
 (`engine.overlap_communication`) the sum over two ranks is the same, bit for bit, because it has two terms. With more
@@ -11,10 +10,10 @@ the gradients of weights are not rounded to bf16 before they are added. Sums ove
 fp32.
 
 How: autograd hooks collect the gradients of a bucket during the backward pass, and add them to the bucket's fp32 sums
-when all of them exist. On a GPU weights have a `GradientSum`: the product that computes the gradient adds it to the
-fp32 sum itself. With overlap, a bucket whose sums are complete is all-reduced at once, while the backward pass
-goes on with lower layers. All ranks exchange the buckets in the same order: the one in which rank 0 completed them in
-the backward pass before the first exchange.
+when all of them exist. On a GPU the product that computes a weight's gradient adds it to the fp32 sum itself. With
+overlap, a bucket whose sums are complete is all-reduced at once, while the backward pass goes on with lower layers.
+All ranks exchange the buckets in the same order: the one in which rank 0 completed them in the backward pass before
+the first exchange.
 
 Limits: tested with DeepSpeed 0.19.8, whose attributes this module reads. The gather of the updated parameters is not
 overlapped. With overlap, a second gradient for a parameter whose bucket is being exchanged raises an error.
@@ -49,15 +48,17 @@ class _Bucket:
         self.is_exchanging = False  # whether an all-reduce of the sums is started and its result not yet in use
 
     def add_gradients(self) -> None:
-        """Add the collected gradients to the sums with few operations, and drop these gradients."""
+        """Add the collected gradients to the fp32 sums with few operations, and drop these gradients."""
         if not self.gradients:
             return
         if self.sums.is_cuda:
-            # There torch adds a list of bf16 tensors to one of fp32 by a kernel for each tensor, but copies it by few.
-            sizes = [gradient.numel() for gradient in self.gradients]
-            gradients = self.sums.new_empty(sum(sizes)).split(sizes)
-            torch._foreach_copy_(gradients, [gradient.flatten() for gradient in self.gradients])
-            torch._foreach_add_([target.flatten() for target in self.targets], gradients)
+            # On a GPU, torch copies a list of bf16 tensors to fp32 by few kernels, and adds two lists of fp32 tensors
+            # by few; to add bf16 to fp32, it launches a kernel for each tensor.
+            gradients = [gradient.flatten() for gradient in self.gradients]
+            sizes = [gradient.numel() for gradient in gradients]
+            fp32_gradients = self.sums.new_empty(sum(sizes)).split(sizes)
+            torch._foreach_copy_(fp32_gradients, gradients)
+            torch._foreach_add_([target.flatten() for target in self.targets], fp32_gradients)
         else:
             torch._foreach_add_(self.targets, self.gradients)
         self.num_added += len(self.gradients)
@@ -66,12 +67,13 @@ class _Bucket:
 
 
 class GradientSums:
-    """Adds up the gradients of a BF16_Optimizer in fp32, bucket by bucket, in place of DeepSpeed's own code.
+    """Replacement for DeepSpeed's code that adds up the gradients of a BF16_Optimizer in fp32, one by one.
 
-    Create it before the first backward pass. It replaces methods of the optimizer, so the caller need not keep a
-    reference to it. With `overlaps` the exchange runs during the backward pass; the optimizer must then have been
-    built with `immediate_grad_update`, and the caller must switch off DeepSpeed's own exchange of gradients. With
-    `takes_products`, which needs `immediate_grad_update`, too, weights get a `GradientSum`.
+    It adds them bucket by bucket. Create it before the first backward pass. It replaces methods of the optimizer, so
+    the caller need not keep a reference to it. With `overlaps` ranks exchange gradients during the backward pass; the
+    optimizer must then have been built with `immediate_grad_update`, and the caller must switch off DeepSpeed's own
+    exchange. With `takes_products`, which needs `immediate_grad_update`, too, the matrix product that computes a
+    weight's gradient adds it to the fp32 sum itself (`GradientSum`).
     """
 
     def __init__(
@@ -108,20 +110,11 @@ class GradientSums:
             optimizer._update_hp_grad = self._add_gradient
 
     def _make_buckets(self, parameters: Sequence[torch.Tensor], flat_sums: torch.Tensor, most_elements: int) -> None:
-        """Divide a group's parameters into buckets of at most `most_elements`, or of one larger parameter."""
-        parameters_of_buckets: list[list[torch.Tensor]] = []
-        bucket_numel = 0  # elements of the newest bucket
-        for parameter in parameters:
-            needs_new_bucket = not parameters_of_buckets or bucket_numel + parameter.numel() > most_elements
-            if needs_new_bucket:
-                parameters_of_buckets.append([])
-                bucket_numel = 0
-            parameters_of_buckets[-1].append(parameter)
-            bucket_numel += parameter.numel()
+        """Make buckets for the parameters of a group, and give each parameter its part of the group's fp32 sums."""
         bucket_of_parameter = []
         target_of_parameter = []
         start = 0  # element of `flat_sums` at which the next parameter begins
-        for bucket_parameters in parameters_of_buckets:
+        for bucket_parameters in _divide(parameters, most_elements):
             numel = sum(parameter.numel() for parameter in bucket_parameters)
             bucket = _Bucket(len(self._buckets), flat_sums[start : start + numel], len(bucket_parameters))
             self._buckets.append(bucket)
@@ -135,7 +128,7 @@ class GradientSums:
         self._targets.append(target_of_parameter)
 
     def _offer_sums(self, group: int, parameters: Sequence[Any]) -> None:
-        """Let the products that compute gradients of a group's weights add them to the sums."""
+        """Give each matrix of a parameter group a `GradientSum`, to which products add its gradient directly."""
         for index, parameter in enumerate(parameters):
             if parameter.dim() == 2:
                 count = functools.partial(self._count_product, group, index)
@@ -143,7 +136,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _add_gradient(self, parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
-        """Add a gradient to its fp32 sum. This replaces DeepSpeed's `_update_hp_grad`."""
+        """Add the gradient of parameter `index` of a group to its fp32 sum; replaces DeepSpeed's `_update_hp_grad`."""
         if parameter.grad is None:
             return
         self._targets[group][index].add_(parameter.grad)
@@ -153,7 +146,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _collect_gradient(self, parameter: Any, group: int, index: int) -> None:
-        """Move a new gradient to its bucket. This replaces DeepSpeed's `accumulate_hp_grads_and_remove_lp`."""
+        """Move a new gradient to its bucket, in place of DeepSpeed's `accumulate_hp_grads_and_remove_lp`."""
         if parameter.grad is None:
             return
         bucket = self._bucket_of[group][index]
@@ -164,12 +157,12 @@ class GradientSums:
 
     @torch.no_grad()
     def _count_product(self, group: int, index: int) -> None:
-        """Count a gradient that a product has added to its sum."""
+        """Count a gradient that a matrix product has added to its fp32 sum."""
         self._bucket_of[group][index].num_added += 1
         self._count_gradient(group, index)
 
     def _count_gradient(self, group: int, index: int) -> None:
-        """After a gradient of a bucket, add up those that are collected and start the exchange if it is complete."""
+        """Record that a parameter has its gradient; if that completes its bucket, add up and start to exchange."""
         bucket = self._bucket_of[group][index]
         if bucket.is_exchanging:
             raise RuntimeError(
@@ -190,7 +183,7 @@ class GradientSums:
 
     @torch.no_grad()
     def _end_backward(self, **options: Any) -> None:
-        """Add what is left in buckets and finish the exchange; then call DeepSpeed's own `backward_epilogue`."""
+        """Add up what is left in buckets and finish the exchange; then call DeepSpeed's own `backward_epilogue`."""
         for bucket in self._buckets:
             bucket.add_gradients()
             bucket.num_added = 0
@@ -214,7 +207,7 @@ class GradientSums:
         self._all_reduces.append((bucket, dist.all_reduce(bucket.sums, async_op=True)))
 
     def _finish_exchange(self) -> None:
-        """Start the remaining all-reduces, wait for all, and divide the sums by the number of ranks. Collective."""
+        """All-reduce the remaining buckets, wait for all, and divide the sums by the number of ranks. Collective."""
         if self._exchange_order is None:
             incomplete = [index for index in range(len(self._buckets)) if index not in self._completed]
             self._exchange_order = from_rank_0(lambda: self._completed + incomplete)
@@ -226,3 +219,16 @@ class GradientSums:
             bucket.is_exchanging = False
         self._all_reduces.clear()
         self._num_started = 0
+
+
+def _divide(parameters: Sequence[torch.Tensor], most_elements: int) -> list[list[torch.Tensor]]:
+    """Divide parameters into runs of neighbours with at most `most_elements`, or with one larger parameter."""
+    runs: list[list[torch.Tensor]] = []
+    num_elements = 0  # of the newest run
+    for parameter in parameters:
+        if not runs or num_elements + parameter.numel() > most_elements:
+            runs.append([])
+            num_elements = 0
+        runs[-1].append(parameter)
+        num_elements += parameter.numel()
+    return runs

@@ -57,10 +57,9 @@ def with_micro_batch(
 ) -> Config:
     """Return `config` with `train.micro_batch` set to the largest one that fits on every rank. Collective.
 
-    If an earlier start of the run has stored a size in the run folder, that size is taken. Otherwise the size is
-    measured with a copy of `module`, the objective on the host with its final settings, and rank 0 stores it.
-    `predict_rows` estimates with how many rows a GPU is tried first; None stands for 16. Raises UserError if not even
-    one row fits.
+    A size that an earlier start of the run has stored in the run folder is taken. Otherwise the size is measured with
+    a copy of `module`, the objective on the host with its final settings, and rank 0 stores it. `predict_rows`
+    estimates how many rows fit on a GPU, which are tried first; None stands for 16. UserError: not even one row fits.
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE
@@ -85,13 +84,13 @@ def with_micro_batch(
 
 
 def read_known_sizes(run_dir: Path) -> dict[str, int]:
-    """Return the micro-batches that earlier starts have measured, by device and number of ranks; {} if none."""
+    """Return the micro-batch sizes that earlier starts of a run have measured, "DEVICE, NAME, N ranks" -> rows."""
     file = run_dir / MICRO_BATCH_FILE
     return find_document(file, _KNOWN_SIZES, "delete it, and the next start measures again") or {}
 
 
-def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None = None) -> int:
-    """Return the largest micro-batch that fits in memory and divides this rank's rows of a step; 0 if none does."""
+def _largest(config: Config, module: Objective, device: torch.device, predict_rows: PredictRows | None) -> int:
+    """Measure the largest micro-batch that fits in memory and divides this rank's rows of a step; 0 if none does."""
     world_size = dist.get_world_size()
     layout = state_layout(config.train.precision, config.engine.zero_stage, config.engine.offload_optimizer)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -120,14 +119,14 @@ class RowMemory:
     extra_row_bytes: float  # bytes of every further row; infinite if more rows did not fit
 
     def bytes_of(self, num_rows: int) -> float:
-        """Estimate the bytes for a micro-batch; if it is smaller than the measured ones, like the smaller of them."""
+        """Estimate the bytes that a micro-batch takes, at least those of the smaller measured number of rows."""
         if num_rows <= self.num_rows:  # the gradients exist for any number of rows, so the line does not hold here
             return self.num_bytes
         return self.num_bytes + (num_rows - self.num_rows) * self.extra_row_bytes
 
 
 def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, available_bytes: float) -> RowMemory:
-    """Measure `most_rows` / 2 and `most_rows` rows, halving both until they fit; return the line through both."""
+    """Measure `most_rows` / 2 and `most_rows` rows, halving both until they fit, and return the line through both."""
     more_rows = most_rows
     while more_rows > 1:
         few_rows = more_rows // 2
@@ -143,7 +142,10 @@ def _memory_of_rows(measure: Callable[[int], int | None], most_rows: int, availa
 
 
 def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> Callable[[int], int | None]:
-    """Return a function that measures the bytes of a training pass over a number of rows; None if memory runs out."""
+    """Return a function from a number of rows to the bytes that a training pass over them takes, by measurement.
+
+    It returns None if memory runs out. It uses a copy of `module` on the device, in the precision of the run.
+    """
     low_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     has_fp32_weights = low_precision is None or config.engine.zero_stage == 0
     dtype = torch.float32 if has_fp32_weights else low_precision
@@ -170,7 +172,7 @@ def _rows_to_bytes(config: Config, module: Objective, device: torch.device) -> C
 
 
 def _random_input(config: Config, module: Objective, device: torch.device, num_rows: int) -> StepInput:
-    """Return an input of full rows, one example each: [CLS], random ordinary tokens, [SEP]."""
+    """Return an input of full rows, with one example each: [CLS], random tokens that are not special, [SEP]."""
     special = module.special
     first_ordinary_id = max(special) + 1  # above all special tokens
     size_BS = (num_rows, config.data.seq_len)
@@ -209,7 +211,7 @@ def _kept_on_cpu(module: Objective, given: StepInput) -> int:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return the free bytes of the GPU or, on a CPU, this rank's equal share of the free host memory."""
+    """Return the free bytes of the GPU or, on a CPU, the free host memory divided by the number of ranks on it."""
     if device.type == "cuda":
         free_bytes, _total_bytes = torch.cuda.mem_get_info(device)
         return free_bytes
@@ -217,7 +219,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return what a measured micro-batch is valid for: the GPU's model or, on a CPU, the size of the host memory."""
+    """Return for which device a measured micro-batch holds: the GPU's model or, on a CPU, the size of host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{psutil.virtual_memory().total / 2**30:.0f} GiB"

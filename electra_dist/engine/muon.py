@@ -12,13 +12,12 @@ et al. 2025 (arXiv 2502.16982), for the factor.
 Guarantee: the same gradients, weights and momenta give the same update. A step that the caller refuses changes no
 momentum.
 
-How: parameters are whole at ZeRO stage 0, and every rank computes the same updates. DeepSpeed's own Muon is not used:
-it takes the gradient norm over orthogonal updates, and changes the momentum before a step can be refused. The state is
-that of AdamW, whose second moment stays zero for these matrices, so that checkpoints have one layout.
+How: at ZeRO stage 0, the only one that `config/rules.py` permits, every rank has whole matrices and computes the same
+updates. DeepSpeed's own Muon is not used: it takes the gradient norm over orthogonal updates, and changes the momentum
+before a step can be refused. The state is that of AdamW, whose second moment stays zero for these matrices, so that
+checkpoints have one layout.
 
 Cost: 15 matrix products for each matrix and step, in bf16 on a GPU and fp32 on a CPU; nothing was measured on a GPU.
-
-Limits: at ZeRO stage 0 only (`config/rules.py`), since the other stages divide the matrices among the ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +41,10 @@ _TEST_SHAPE = (24, 16)  # of the matrix whose update is checked when an engine i
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an fp32 matrix with singular values moved to 0.7 to 1.2; values below 1 % of its norm stay smaller."""
+    """Return an fp32 matrix with the singular vectors of `matrix` and singular values of 0.7 to 1.2.
+
+    Singular values below 1 % of the matrix's norm stay smaller. The products are in bf16 on a GPU.
+    """
     a, b, c = _COEFFICIENTS
     x = matrix / (matrix.norm() + 1e-7)
     if matrix.device.type == "cuda":
@@ -84,7 +86,10 @@ class ForeachMuon(ForeachAdamW):
 
 
 def check_update(optimizer: Any) -> None:
-    """Test Muon on a small matrix, not on weights; raise RuntimeError if the update is not orthogonal."""
+    """Check that DeepSpeed's optimizer updates by Muon, and that Muon's update of a small test matrix is orthogonal.
+
+    Raises RuntimeError if not. The weights and the optimizer's state are not touched.
+    """
     base = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed wraps the optimizer that does the updates
     muon_groups = [group for group in base.param_groups if "num_matrices" in group]
     if not muon_groups or not isinstance(base, ForeachMuon):
@@ -92,8 +97,8 @@ def check_update(optimizer: Any) -> None:
     parameter = torch.nn.Parameter(torch.zeros(_TEST_SHAPE, device=muon_groups[0]["params"][0].device))
     gradient = torch.randn(_TEST_SHAPE, generator=torch.Generator().manual_seed(0))
     parameter.grad = gradient.to(parameter.device)
-    base.update_group({**muon_groups[0], "lr": 1.0, "num_matrices": 1}, [parameter])
-    del base.state[parameter]
+    group = {"params": [parameter], "num_matrices": 1}
+    ForeachMuon([group], lr=1.0, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0).step()
     update = parameter.detach() / (_RMS_OF_ADAMW * math.sqrt(max(_TEST_SHAPE)))
     singular_values = torch.linalg.svdvals(update.cpu())  # a GPU would load and set up cuSOLVER for it
     least = float(singular_values.min())

@@ -1,24 +1,20 @@
 """Build the optimizer: AdamW as the ELECTRA paper used it, or LAMB, or Muon.
 
-AdamW has no bias correction, a decoupled decay times lr, and no decay on LayerNorm and bias. There are three
-implementations of this one update rule; `build_optimizer` takes the first that this machine has and returns its name:
+AdamW has no bias correction, a decoupled decay times lr, and no decay on LayerNorm and bias. Three implementations
+have this one update rule: FusedAdam of NVIDIA's apex, FusedAdam of DeepSpeed (compiled at its first use on a GPU, with
+nvcc and the CUDA headers), and `ForeachAdamW` of `adamw.py`, which states the rule and needs no compiler. A GPU takes
+the first that runs. CPUs run the last one, and so does `engine.offload_optimizer`, because DeepSpeed then passes
+tensors in host memory.
 
-1. apex FusedAdam (NVIDIA's: it must bring the `amp_C` extension; the PyPI package named `apex` is another project),
-2. DeepSpeed FusedAdam (compiled once on the first use on a GPU, which needs nvcc and the CUDA headers),
-3. `ForeachAdamW` of `adamw.py`, which states the rule: torch._foreach, no compilation. CPUs run it, and so do GPUs if
-   DeepSpeed's cannot be compiled. With `engine.offload_optimizer` it is the only one, because DeepSpeed then passes
-   tensors in host memory to the optimizer.
-
-`optimizer.name: lamb` is `ForeachLamb` of `adamw.py`, or apex FusedLAMB. It runs at ZeRO stage 0 only: each step is
-scaled by the norm of its parameter, and at the other stages an optimizer gets flat pieces of many parameters; apex's
-would silently take the norm of a piece for the norm of a parameter. `optimizer.name: muon` is `ForeachMuon` of
-`muon.py`, which runs at ZeRO stage 0 likewise.
+LAMB is `ForeachLamb` of `adamw.py` or FusedLAMB of apex, Muon is `ForeachMuon` of `muon.py`. Both run at ZeRO stage 0
+only: at the other stages an optimizer gets flat pieces of many parameters, and apex would silently take the norm of a
+piece for that of a parameter.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,44 +51,50 @@ def parameter_groups(
     DeepSpeed lays a group's parameters one after another, and GPU kernels need addresses that are multiples of 16
     bytes.
     """
-    layer_norm_ids: set[int] = set()  # id() of each parameter of a LayerNorm
-    for submodule in module.modules():
-        if isinstance(submodule, nn.LayerNorm):
-            layer_norm_ids.update(id(parameter) for parameter in submodule.parameters(recurse=False))
+    layer_norm_ids = _layer_norm_ids(module)
     towers: ElectraTowers | None = None  # needed only where the generator has groups of its own
     if generator is not None or isinstance(module, TwoStageDetection):
         assert isinstance(module, Objective)
         towers = module.towers
 
-    # (whether it is the generator's group, whether it is without decay, `num_matrices` for Muon or 0) -> parameters of
-    # the group
-    members: dict[tuple[bool, bool, int], list[nn.Parameter]] = {}
+    parameters_of_kind: dict[_Kind, list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         is_bias = name == "bias" or name.endswith(".bias")
         is_undecayed = is_bias or id(parameter) in layer_norm_ids
         in_generator = towers is not None and towers.is_generators(name.removeprefix("towers."))
         num_matrices = _num_matrices(name, parameter) if use_muon else 0
-        members.setdefault((in_generator, is_undecayed, num_matrices), []).append(parameter)
+        parameters_of_kind.setdefault(_Kind(in_generator, is_undecayed, num_matrices), []).append(parameter)
 
     groups = []
-    for in_generator, is_undecayed, num_matrices in sorted(members):
-        parameters = members[in_generator, is_undecayed, num_matrices]
-        group = {
-            "params": sorted(parameters, key=_place_in_memory) if aligned else parameters,
-            "weight_decay": 0.0 if is_undecayed else weight_decay,
-            "is_generators": in_generator,
-        }
-        if in_generator and generator is not None:
-            group["weight_decay"] = 0.0 if is_undecayed else generator.weight_decay
-            group["betas"] = (generator.beta1, generator.beta2)
-        if num_matrices:
-            group["num_matrices"] = num_matrices
-        groups.append(group)
+    for kind, parameters in sorted(parameters_of_kind.items()):
+        settings: dict[str, Any] = {"weight_decay": weight_decay}
+        if kind.in_generator and generator is not None:
+            settings = {"weight_decay": generator.weight_decay, "betas": (generator.beta1, generator.beta2)}
+        if kind.is_undecayed:
+            settings["weight_decay"] = 0.0
+        if kind.num_matrices:
+            settings["num_matrices"] = kind.num_matrices
+        in_order = sorted(parameters, key=_place_in_memory) if aligned else parameters
+        groups.append({"params": in_order, "is_generators": kind.in_generator, **settings})
     return groups
 
 
+class _Kind(NamedTuple):
+    """What the parameters of one group of the optimizer have in common."""
+
+    in_generator: bool  # whether only the generator's loss trains them, and the generator has groups of its own
+    is_undecayed: bool
+    num_matrices: int  # that each of them stacks, for Muon; 0 for AdamW
+
+
+def _layer_norm_ids(module: nn.Module) -> set[int]:
+    """Return the `id()` of each parameter of a LayerNorm."""
+    layer_norms = [submodule for submodule in module.modules() if isinstance(submodule, nn.LayerNorm)]
+    return {id(parameter) for layer_norm in layer_norms for parameter in layer_norm.parameters(recurse=False)}
+
+
 def _place_in_memory(parameter: nn.Parameter) -> tuple[bool, int]:
-    """Return the sort key of a parameter in its group: multiples of 8 elements first, all others by falling size.
+    """Return the sort key of a parameter in its group: multiples of 8 elements first, then the others, largest first.
 
     A multiple of 8 elements takes a multiple of 16 bytes in any precision.
     """
@@ -101,16 +103,16 @@ def _place_in_memory(parameter: nn.Parameter) -> tuple[bool, int]:
 
 
 def misaligned_parameters(module: nn.Module) -> list[str]:
-    """Return the names of parameters of several elements whose address is no multiple of 16 bytes.
+    """Return the names of parameters with more than one element whose address is no multiple of 16 bytes.
 
-    On a GPU, operations on them take slower kernels, or fail. `parameter_groups` cannot prevent that where an
-    objective of a user has several parameters of odd sizes.
+    On a GPU, operations on them take slower kernels, or fail. An objective that has several parameters of odd sizes
+    can have such addresses in spite of `parameter_groups`.
     """
     return [name for name, value in module.named_parameters() if value.numel() > 1 and value.data_ptr() % 16]
 
 
 def _num_matrices(name: str, parameter: nn.Parameter) -> int:
-    """Return how many matrices a layer's parameter stacks; 0 for parameters that Muon leaves to AdamW."""
+    """Return how many matrices a parameter stacks, as 3 for query, key and value; 0 if Muon leaves it to AdamW."""
     if ".layers." not in name or parameter.dim() != 2:
         return 0
     if name.endswith("gated_expand.weight"):
@@ -119,11 +121,11 @@ def _num_matrices(name: str, parameter: nn.Parameter) -> int:
 
 
 def choose_implementation(config: OptimizerConfig, device_type: str, updates_on_host: bool = False) -> Choice:
-    """Choose "apex", "deepspeed" or "foreach": the configured implementation, or for `auto` the fastest one.
+    """Choose who computes the optimizer's updates: "apex", "deepspeed" or "foreach" (torch alone).
 
-    A configured implementation is tried out; if this machine lacks it, UserError is raised. At its first trial,
-    DeepSpeed's implementation is compiled, which takes about a minute. `updates_on_host` says that the optimizer's
-    state is in host memory, which only foreach can update.
+    It is the configured implementation, or for `auto` the fastest that runs. A configured one is tried out; if this
+    machine lacks it, UserError is raised. At its first trial, DeepSpeed's is compiled, which takes about a minute.
+    `updates_on_host` says that the optimizer's state is in host memory, which only foreach can update.
     """
     offloads = device_type == "cuda" and updates_on_host
     if config.implementation == "auto":
@@ -184,9 +186,9 @@ _FOREACH = {"adamw": ForeachAdamW, "lamb": ForeachLamb, "muon": ForeachMuon}  # 
 def build_optimizer(
     module: nn.Module, config: OptimizerConfig, device_type: str, *, implementation: str | None = None
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Build the optimizer of a module for `deepspeed.initialize`, with lr 0; also return its name for logs.
+    """Build the optimizer of a module for `deepspeed.initialize`, with learning rate 0; also return its name for logs.
 
-    If `implementation` is None, `choose_implementation` chooses it.
+    `implementation` is "apex", "deepspeed" or "foreach"; None lets `choose_implementation` decide.
     """
     generator = config.for_generator if config.generator is not None else None
     groups = parameter_groups(

@@ -78,7 +78,7 @@ def _share_cores(ranks_on_node: int) -> None:
 
 
 def local_device() -> torch.device:
-    """Return this rank's device: the CPU, or GPU number LOCAL_RANK, which becomes torch's current GPU."""
+    """Return this rank's device: the CPU, or GPU number LOCAL_RANK, made torch's current GPU; UserError without it."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = rank_place().local_rank

@@ -75,7 +75,7 @@ def check_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def whole_number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return an environment variable as a number from 0 to 999999999, else raise UserError; `default` if unset."""
+    """Return an environment variable as a number from 0 to 999999999, `default` if it is unset; else UserError."""
     text = environment.get(name)
     if text is None:
         return default
@@ -87,7 +87,7 @@ def whole_number(name: str, default: int, environment: Mapping[str, str] = os.en
 def check_meeting(host: str, environment: Mapping[str, str] = os.environ) -> None:
     """Raise UserError if there are several ranks but no variable RANK, or if no machine has the name `host`.
 
-    `host` is MASTER_ADDR, the machine of the rendezvous.
+    `host` is the value of MASTER_ADDR: the machine at which the ranks meet.
     """
     world_size = whole_number("WORLD_SIZE", 1, environment)
     if world_size > 1 and "RANK" not in environment:

@@ -22,7 +22,7 @@ _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "
 
 
 class Stages:
-    """Schedule of two-stage training."""
+    """The two stages of a training run: at which steps which network learns, and the copy between the stages."""
 
     def __init__(self, engine: Engine, generator_only_steps: int) -> None:
         self._engine = engine
@@ -30,10 +30,10 @@ class Stages:
         self._in_first: bool | None = None  # whether the last entered step was in the first stage; None before any
 
     def enter(self, step: int) -> bool:
-        """Set the learning rates for `step`, and copy the generator if the second stage begins. Collective.
+        """Let the network of this step's stage learn; when the second begins, copy the generator to the discriminator.
 
-        Call this before every step, also before a skipped one. Returns True if the second stage begins with `step`.
-        The loss is another function from then on, so do not compare it with losses of earlier steps.
+        Returns True if the second stage begins with `step`. The loss is another function from then on, so do not
+        compare it with losses of earlier steps. Call this before every step, also before a skipped one. Collective.
         """
         in_first = step < self._first_steps
         if in_first != self._in_first:
@@ -80,9 +80,9 @@ def _copy_name(name: str) -> str | None:
 
 
 def _whole_master(fragment: Fragment | None, numel: int, device: torch.device) -> torch.Tensor:
-    """Join the ranks' fragments of a parameter to its whole fp32 master weights, 1-D. Collective.
+    """Return a parameter's whole fp32 master weights, 1-D, joined from the parts that the ranks hold. Collective.
 
-    `fragment` is this rank's part, or None if it has none.
+    `fragment` is this rank's part, or None if it has none. `numel` is the number of elements of the parameter.
     """
     # Every element has exactly one owner, so the sum over the ranks is the master itself, bit for bit.
     master = torch.zeros(numel, device=device)

@@ -25,26 +25,28 @@ assert ("master", *MOMENTS) == KINDS
 
 
 def owned_fragments(engine: Engine) -> list[Fragment]:
-    """Return the ranges of parameters ("fragments") that only this rank writes into a checkpoint.
+    """Return the ranges of parameters ("fragments") that this rank, and no other, writes into a checkpoint.
 
-    At ZeRO stage 0, where every rank holds everything, each parameter is cut into one part per rank. The fp32 views
-    alias the live state of the engine. Not collective.
+    At ZeRO stage 0, where every rank holds everything, each parameter is cut into one part per rank. The fragments'
+    fp32 views are the live state: whoever writes into them changes the engine. Not collective.
     """
     return _fragments(engine, share=dist.get_rank(), num_shares=dist.get_world_size())
 
 
 def held_fragments(engine: Engine) -> list[Fragment]:
-    """Return the ranges of parameters that this rank fills when it loads a checkpoint; call `publish` afterwards.
+    """Return the ranges of parameters ("fragments") that this rank fills when it loads a checkpoint.
 
-    At ZeRO stage 0 these are whole parameters; at stages 1 to 3 they are the same as `owned_fragments`.
+    At ZeRO stage 0 these are whole parameters; at stages 1 to 3 they are those of `owned_fragments`. Call `publish`
+    after writing into their views.
     """
     return _fragments(engine, share=0, num_shares=1)
 
 
 def _fragments(engine: Engine, share: int, num_shares: int) -> list[Fragment]:
-    """Return this rank's fragments, with missing moments created as zeros.
+    """Return this rank's ranges of parameters with views of their master weights and moments.
 
-    At stage 0, where every rank holds everything, they are part `share` of `num_shares` of each parameter.
+    Missing moments are created as zeros. At stage 0, where every rank holds everything, the ranges are part `share` of
+    `num_shares` of each parameter.
     """
     optimizer = engine.optimizer
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
@@ -78,7 +80,7 @@ def publish(engine: Engine) -> None:
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return, for parameters with several names, other name -> first name; checkpoints use the first name."""
+    """Return a dict from each further name of a parameter to its first name, which checkpoints use."""
     stored_names: dict[int, str] = {}
     aliases = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -89,7 +91,7 @@ def shared_names(module: nn.Module) -> dict[str, str]:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Return every parameter's whole shape, even if ZeRO-3 partitions it; a shared parameter is listed once."""
+    """Return the whole shape of every parameter by name, even if ZeRO-3 partitions it; shared ones are listed once."""
     shapes = {}
     for name, parameter in module.named_parameters():
         whole_shape = getattr(parameter, "ds_shape", parameter.shape)  # `ds_shape` exists at ZeRO stage 3 only

@@ -17,7 +17,7 @@ _PARTITIONED_PARTS: dict[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Bytes per parameter of each part of the training state, and whether it is partitioned or in host memory."""
+    """Bytes per parameter that DeepSpeed keeps of each part of the training state, and where it keeps them."""
 
     weights: int  # that the forward pass reads
     gradients: int
@@ -47,7 +47,7 @@ class StateLayout:
 
 
 def state_layout(precision: str, zero_stage: int, offload_optimizer: bool) -> StateLayout:
-    """Return the bytes per parameter that DeepSpeed keeps for a precision ("bf16", "fp16", "fp32") and a ZeRO stage.
+    """Return the layout of the training state for a precision ("bf16", "fp16" or "fp32") and a ZeRO stage.
 
     At stages 1 to 3, bf16 and fp16 have 2-byte weights, and stage 1 in bf16 (BF16_Optimizer) keeps 2-byte gradients
     beside the fp32 sums. Stage 0 has 4-byte weights and no master copy, and ignores `offload_optimizer`.

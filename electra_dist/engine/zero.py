@@ -54,7 +54,7 @@ class MasterSlice:
 
 
 class ZeroLayout(ABC):
-    """Layout of the training state in one optimizer that `deepspeed.initialize` has built."""
+    """Where one optimizer that `deepspeed.initialize` has built keeps master weights and gradients."""
 
     read: ClassVar[tuple[str, ...]] = ()  # attributes of the optimizer that this class reads
     is_partitioned: ClassVar[bool] = True  # whether each rank holds only its own part of weights and gradients
@@ -67,9 +67,10 @@ class ZeroLayout(ABC):
         self.optimizer = optimizer
 
     def masters(self, module: nn.Module, share: int = 0, num_shares: int = 1) -> Iterator[MasterSlice]:
-        """Yield this rank's slices, if not empty, of the parameters' fp32 master weights, in the module's order.
+        """Yield the slices of the parameters' fp32 master weights that this rank keeps, in the module's order.
 
-        At stage 0, where each rank has whole parameters, a slice is part `share` of `num_shares` parts.
+        Empty slices are left out. At stage 0, where each rank has whole parameters, a slice is part `share` of
+        `num_shares` parts.
         """
         for name, parameter in module.named_parameters():
             master = self._locate(name, parameter, share, num_shares)
@@ -78,11 +79,14 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def _locate(self, name: str, parameter: Any, share: int, num_shares: int) -> MasterSlice | None:
-        """Return this rank's slice of one parameter, or None if it has none; `masters` explains the last arguments."""
+        """Return the slice of a parameter's master weights that this rank keeps, or None if it keeps none.
+
+        At stage 0, where it keeps all, return part `share` of `num_shares` parts.
+        """
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """Yield each parameter group with this rank's part of its gradients; at stage 3 a group may come again."""
+        """Yield (parameter group, this rank's part of its gradients); at stage 3 a group may come several times."""
 
     # The next three do nothing where DeepSpeed needs no help.
 
@@ -90,14 +94,14 @@ class ZeroLayout(ABC):
         """Copy fp32 master weights that were overwritten to the parameters that the forward pass reads. Collective."""
 
     def forget_gradients(self) -> None:  # noqa: B027
-        """Drop the last step's gradients that DeepSpeed keeps, in case a parameter gets none in the next step."""
+        """Drop the last step's gradients, which DeepSpeed would use for a parameter that gets none in the next."""
 
     def clean_up_skipped_step(self) -> None:  # noqa: B027
-        """Repair what DeepSpeed leaves when it skips an update: old gradients, or partitioned weights. Collective."""
+        """After DeepSpeed skipped an update, drop old gradients and gather weights left partitioned. Collective."""
 
 
 class Whole(ZeroLayout):
-    """Stage 0: the plain optimizer. In 16 bits, torch computes with autocast over its fp32 parameters."""
+    """Layout of ZeRO stage 0: the plain optimizer, whose parameters are whole and fp32, in 16 bits under autocast."""
 
     is_partitioned = False
 
@@ -113,7 +117,7 @@ class Whole(ZeroLayout):
 
 
 class _Linked(ZeroLayout):
-    """Layout of stages 1 and 2: each parameter is linked to its range in a flat partition of its group."""
+    """Layout of stages 1 and 2: DeepSpeed links each parameter to its range in a flat fp32 tensor of its group."""
 
     @property
     @abstractmethod
@@ -144,7 +148,7 @@ class _Linked(ZeroLayout):
 
 
 class Bf16Stage1(_Linked):
-    """Stage 1 in bf16: BF16_Optimizer, with the sums of gradients of a group in one flat fp32 tensor."""
+    """Layout of ZeRO stage 1 in bf16: BF16_Optimizer, with a group's gradient sums in one flat fp32 tensor."""
 
     read = ("fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition", "update_lp_params", "optimizer")
 
@@ -161,7 +165,7 @@ class Bf16Stage1(_Linked):
 
 
 class Stage1And2(_Linked):
-    """Stage 1 in fp32 and fp16, and stage 2: gradients are averaged over ranks as they come."""
+    """Layout of ZeRO stage 1 in fp32 and fp16, and of stage 2: gradients are averaged over ranks as they come."""
 
     read = (
         *("single_partition_of_fp32_groups", "averaged_gradients", "cpu_offload", "update_lp_params"),
@@ -195,7 +199,7 @@ class Stage1And2(_Linked):
 
 
 class Stage3(ZeroLayout):
-    """Stage 3: each parameter is cut into one part per rank, the last one padded, and gathered when it is used."""
+    """Layout of ZeRO stage 3: each parameter is cut into padded parts, one per rank, and gathered when it is used."""
 
     read = (
         *("fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "unflatten"),
@@ -280,7 +284,7 @@ def layout_of(optimizer: Any) -> ZeroLayout:
 
 @contextlib.contextmanager
 def without_memory_reports() -> Iterator[None]:
-    """Silence the lines about memory that DeepSpeed prints while it builds its optimizers."""
+    """Within this context, keep DeepSpeed from printing lines about memory while it builds its optimizers."""
     # The function that prints them also collects garbage and resets the allocator's peak, which nothing needs. No
     # setting switches it off, so its name is replaced in the modules that call it.
     modules = (bf16_optimizer, stage_1_and_2, stage3)
@@ -327,11 +331,11 @@ class LossScale(DynamicLossScaler):
         """Do nothing, because DeepSpeed calls this in the middle of a step, while the scale is still needed."""
 
     def count_update(self) -> None:
-        """Count a step that has updated the weights; double the scale after enough steps without an overflow."""
+        """Count a step that has updated the weights; double the scale after 1,000 steps without an overflow."""
         super().update_scale(False)
 
     def lower(self) -> bool:
-        """Count an overflow, which may halve the scale, and return True; if the scale is 1 already, return False."""
+        """Count a step whose gradients overflowed, which may halve the scale; return False if it is 1 already."""
         if self.cur_scale <= LEAST_SCALE:
             return False
         super().update_scale(True)
