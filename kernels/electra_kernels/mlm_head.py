@@ -31,6 +31,7 @@ Shapes: M masked rows, D features, V padded vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -258,6 +259,15 @@ def _row_block(
     return RowStats(loss_M, best_M, sampled_M)
 
 
+def _row_pass(backend: str) -> Callable[..., RowStats]:
+    """Return the function that computes `row_pass_reference` by Triton, or that function itself."""
+    if backend == "triton":
+        from electra_kernels.triton import mlm_head as kernels
+
+        return kernels.row_pass
+    return row_pass_reference
+
+
 class _MlmHead(torch.autograd.Function):
     """Loss and samples of the masked-token head; gradients are computed in forward, because only then logits exist."""
 
@@ -283,11 +293,7 @@ class _MlmHead(torch.autograd.Function):
         num_rows = len(x_MD)
         rows_in_buffer = max(min(chunk, num_rows), _LEAST_ROWS_CPU)
         logits_buffer = x_MD.new_empty(rows_in_buffer, len(table_VD))  # reused by every chunk
-        row_pass = row_pass_reference
-        if backend == "triton":
-            from electra_kernels.triton import mlm_head as kernels
-
-            row_pass = kernels.row_pass
+        row_pass = _row_pass(backend)
         if options.with_gradient:
             grad_x_MD = torch.empty_like(x_MD)
             grad_weight_VD = torch.zeros_like(table_VD, dtype=sum_dtype)
@@ -304,9 +310,7 @@ class _MlmHead(torch.autograd.Function):
                 add_product(grad_weight_VD, grad_logits_MV.t(), x_MD[rows])
                 grad_bias_V += grad_logits_MV.sum(0, dtype=sum_dtype)
 
-        loss_M = torch.cat([chunk_stats.loss_M for chunk_stats in stats])
-        best_M = torch.cat([chunk_stats.best_M for chunk_stats in stats])
-        sampled_M = torch.cat([chunk_stats.sampled_M for chunk_stats in stats])
+        loss_M, best_M, sampled_M = (torch.cat(of_chunks) for of_chunks in zip(*stats, strict=True))
         if options.with_gradient:
             ctx.save_for_backward(grad_x_MD, grad_weight_VD, grad_bias_V[: len(bias_V)])
         ctx.mark_non_differentiable(best_M, sampled_M)
