@@ -26,10 +26,8 @@ Shapes: B rows, N heads, S tokens, D features of a head, T = B * S, H = N * D, Q
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -38,22 +36,19 @@ import torch.nn.functional as F
 from electra_kernels.keyed_dropout import keep_attention
 from electra_kernels.operation_types import LayerDropout, SpecialIds
 from numpy.typing import NDArray
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from typing_extensions import override
 
 from electra_dist.config import Config, ModelConfig
-from electra_dist.model.compile_options import compile_options
 from electra_dist.model.flash_attention import flash3_limit, flash_attention, kernel_limit, use_kernels
+from electra_dist.model.flex_attention import blocks_of_rows, flex_function
 from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias, example_bounds
-from electra_dist.store.user_cache import keep_compiled_code, user_cache_folder
 
 # Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
 # there: on one core of an Intel Xeon with AMX, forward and backward take about 2 times as long at 64 tokens, 1.7 at
 # 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (cpu_attention-20261123.json).
 _MAX_PLAIN_TOKENS = 128
-
-_FLEX_BLOCK_TOKENS = 128
 
 
 class LayerMask(ABC):
@@ -68,17 +63,20 @@ class LayerMask(ABC):
 
     @classmethod
     def limit(cls, config: Config) -> str:
-        """Return why the backend cannot run this config on the current GPU, or "" if a trial may decide."""
+        """Return why the backend cannot run this config on the current GPU, or "" if nothing but a trial can tell."""
         return ""
 
     @classmethod
     def switch_on(cls) -> None:
-        """Prepare torch for `attend`, for the whole process; the last call counts. May raise any exception."""
+        """Choose the kernels that `attend` needs, for the whole process; the last call counts. May raise anything."""
         use_kernels(None)
 
     @classmethod
     def bounds(cls, ids_BS: NDArray[Any], special: SpecialIds, device: torch.device) -> ExampleBounds | None:
-        """Return on `device` what `of_rows` needs besides the layout, read from rows on the host; None if nothing."""
+        """Return where the examples of rows begin, on `device`, if the backend needs that for its masks, or else None.
+
+        `ids_BS` are the rows' token ids on the host; to read them from a GPU would make the host wait.
+        """
         return None
 
     @classmethod
@@ -86,7 +84,10 @@ class LayerMask(ABC):
     def of_rows(
         cls, layout: RowLayout, dtype: torch.dtype, bounds: ExampleBounds | None, reach: int | None = None
     ) -> Self:
-        """Return the mask of rows; with `reach`, a token sees only that many tokens to each side."""
+        """Return the mask for rows of this layout; with `reach`, a token sees only that many tokens to each side.
+
+        `bounds` come from the method `bounds`; `dtype` is that of a mask that is added to attention scores.
+        """
 
     @abstractmethod
     def attend(
@@ -106,19 +107,19 @@ class LayerMask(ABC):
 
     @classmethod
     def disorder(cls, deterministic: bool) -> str:
-        """Return why gradients on a GPU differ between equal runs, or "" if they do not.
+        """Return why attention's gradients on a GPU differ between equal runs, or "" if they do not.
 
         `deterministic` is the setting `engine.deterministic`.
         """
         return ""
 
     def dynamic_sizes(self) -> list[tuple[torch.Tensor, int]]:
-        """Return, for torch.compile, (tensor, dimension) whose size differs between batches of one shape."""
+        """Return (tensor, dimension) of sizes that differ between batches of one shape, for torch.compile."""
         return []
 
 
 def by_heads(qkv: torch.Tensor, num_heads: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views of query, key and value, [B, N, S, D] each."""
+    """Return views of query, key and value, [B, N, S, D] each, of `qkv`, [B * S, 3 * N * D]."""
     qkv_BS3ND = qkv.view(num_rows, len(qkv) // num_rows, 3, num_heads, -1)
     query_BSND, key_BSND, value_BSND = qkv_BS3ND.unbind(2)
     return query_BSND.transpose(1, 2), key_BSND.transpose(1, 2), value_BSND.transpose(1, 2)
@@ -282,7 +283,7 @@ class FlexMask(LayerMask):
     def of_rows(
         cls, layout: RowLayout, dtype: torch.dtype, bounds: ExampleBounds | None, reach: int | None = None
     ) -> FlexMask:
-        return cls(_blocks_of_rows(layout.example_BS, reach))
+        return cls(blocks_of_rows(layout.example_BS, reach))
 
     @override
     def attend(
@@ -299,7 +300,7 @@ class FlexMask(LayerMask):
                 f"model.attention_dropout: 0 or engine.attention: flash"
             )
         query, key, value = by_heads(qkv, num_heads, len(dropout_keys.row_B))
-        context_BNSD = _flex_function(qkv.is_cuda)(query, key, value, block_mask=self.blocks)
+        context_BNSD = flex_function(qkv.is_cuda)(query, key, value, block_mask=self.blocks)
         return context_BNSD.transpose(1, 2).reshape(len(qkv), -1)
 
 
@@ -315,7 +316,7 @@ class AttentionScopes:
     position_BS: torch.Tensor  # int64 position of each token within its example
 
     def dynamic_sizes(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the dynamic sizes of both masks, in the form of `LayerMask.dynamic_sizes`."""
+        """Return (tensor, dimension) of sizes that differ between batches of one shape, for torch.compile."""
         return [*self.global_mask.dynamic_sizes(), *self.local_mask.dynamic_sizes()]
 
 
@@ -330,9 +331,9 @@ def new_attention_mask(
     backend: type[LayerMask] = SdpaMask,
     bounds: ExampleBounds | None = None,
 ) -> AttentionMask:
-    """Return the attention mask of rows as the encoders of the architecture expect it; `dtype` is that of a bias.
+    """Return the attention mask for rows of this layout, in the form that the encoders of `model.architecture` expect.
 
-    `bounds` come from `LayerMask.bounds` of the backend.
+    `bounds` come from `LayerMask.bounds` of the backend; `dtype` is that of a mask that is added to attention scores.
     """
     global_mask = backend.of_rows(layout, dtype, bounds)
     if model.architecture == "bert":
@@ -380,7 +381,7 @@ def attend_with_plain_operations(
 
 
 def _keyed_factors(num_heads: int, num_tokens: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
-    """Return the dropout factor of each attention probability, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
+    """Draw the dropout factor of each attention probability by keys, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
     num_factors = num_heads * num_tokens * num_tokens
     # The operator draws four numbers at a time, so the number is rounded up and the surplus is cut off.
     num_drawn = (num_factors + 3) // 4 * 4
@@ -427,67 +428,3 @@ def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
     fewest_tokens = 512 if dtype == torch.float32 else 1024
     # In rows of at most two windows (2 x 2 x reach), a block of queries would see almost the whole row.
     return num_tokens >= fewest_tokens and num_tokens > 4 * reach
-
-
-# FlexAttention.
-
-
-def _blocks_of_rows(example_BS: torch.Tensor, reach: int | None) -> BlockMask:
-    """Return which pairs of query block and key block FlexAttention must compute, partly or wholly.
-
-    A query and a key belong together if they are of one example and at most `reach` tokens apart. torch's
-    `create_block_mask` would need a mask of all pairs, [B, 1, S, S]. Here the first and the last token of each block
-    suffice, because the tokens of an example are adjacent.
-    """
-    num_tokens = example_BS.shape[1]
-
-    def is_seen(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        in_same_example = example_BS[row, query] == example_BS[row, key]
-        return in_same_example if reach is None else in_same_example & ((query - key).abs() <= reach)
-
-    first_Q = torch.arange(0, num_tokens, _FLEX_BLOCK_TOKENS, device=example_BS.device)
-    last_Q = (first_Q + _FLEX_BLOCK_TOKENS - 1).clamp(max=num_tokens - 1)
-    is_whole_Q = last_Q - first_Q == _FLEX_BLOCK_TOKENS - 1  # the last block of a row may be shorter
-    example_of_first_BQ = example_BS[:, first_Q]
-    example_of_last_BQ = example_BS[:, last_Q]
-
-    # A block sees a later one if its last token sees the first token of the later one, and every block sees itself.
-    sees_later_BQQ = example_of_last_BQ[:, :, None] == example_of_first_BQ[:, None, :]
-    # Every token of a block sees every token of a later one, or of its own, if its first sees the last of the other.
-    sees_all_BQQ = example_of_first_BQ[:, :, None] == example_of_last_BQ[:, None, :]
-    sees_all_BQQ = sees_all_BQQ & is_whole_Q[:, None] & is_whole_Q
-    if reach is not None:
-        sees_later_BQQ = sees_later_BQQ & (first_Q - last_Q[:, None] <= reach)
-        sees_all_BQQ = sees_all_BQQ & (last_Q - first_Q[:, None] <= reach)
-    sees_later_BQQ = sees_later_BQQ.triu(1)
-    sees_all_BQQ = sees_all_BQQ.triu()
-    itself_QQ = torch.eye(len(first_Q), dtype=torch.bool, device=example_BS.device)
-    seen_BQQ = sees_later_BQQ | sees_later_BQQ.transpose(1, 2) | itself_QQ
-    all_seen_BQQ = sees_all_BQQ | sees_all_BQQ.transpose(1, 2)
-    return BlockMask.from_kv_blocks(
-        *_counts_and_numbers(seen_BQQ & ~all_seen_BQQ),
-        *_counts_and_numbers(all_seen_BQQ),
-        BLOCK_SIZE=_FLEX_BLOCK_TOKENS,
-        mask_mod=is_seen,
-        seq_lengths=(num_tokens, num_tokens),
-    )
-
-
-def _counts_and_numbers(block_BQQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each block of queries, the number of key blocks that it sees, and their indices.
-
-    The shapes are [B, 1, Q] and [B, 1, Q, Q]. The indices of the blocks that are seen come first.
-    """
-    flag_B1QQ = block_BQQ[:, None].int()
-    number_B1QQ = flag_B1QQ.argsort(dim=-1, descending=True, stable=True)
-    return flag_B1QQ.sum(-1, dtype=torch.int32), number_B1QQ.int()
-
-
-@functools.cache
-def _flex_function(compiled: bool) -> Callable[..., Any]:
-    """Return FlexAttention. If not compiled, for tests on a CPU, it stores all scores and has no backward pass."""
-    if not compiled:
-        return flex_attention
-    keep_compiled_code(user_cache_folder() / "compiled")
-    function: Callable[..., Any] = torch.compile(flex_attention, **compile_options())
-    return function

@@ -81,7 +81,7 @@ def choose_attention(config: Config, device: str) -> Choice:
 
 
 def _demanded(backend: type[LayerMask], config: Config, device: str) -> Choice:
-    """Return the backend that `engine.attention` names; raise UserError if it cannot be used on this device."""
+    """Choose the backend that the config demands; raise UserError if it cannot be used on this device."""
     if device != "cuda":
         raise UserError(
             f"engine.attention: {backend.name} needs a GPU, because {backend.title} has no backward pass on a CPU; "
@@ -107,7 +107,7 @@ def attention_note(choice: Choice, config: Config, device: str) -> str:
 
 
 def find_fault(backend: type[LayerMask], config: Config, device: str) -> str:
-    """Return why a backend cannot be used for a run on this device, or "" if it can."""
+    """Return why a backend cannot be used for this config on this device, by its limits and by trials, or ""."""
     limit = backend.limit(config)
     if limit:
         return limit
@@ -165,7 +165,7 @@ def _expected_output_and_gradient(
 def _output_and_gradient(
     backend: type[LayerMask], inputs_TH: Sequence[torch.Tensor], upstream_TH: torch.Tensor, reach: int | None
 ) -> list[torch.Tensor]:
-    """Return a backend's output, [T, H], and the gradient of query, key and value, [T, 3 H], without dropout."""
+    """Run a backend without dropout; return its output, [T, H], and the gradient of query, key and value, [T, 3 H]."""
     qkv = torch.cat(list(inputs_TH), 1).requires_grad_()
     out_TH = _attend(backend, qkv, 0.0, reach)
     (gradient,) = torch.autograd.grad(out_TH, qkv, upstream_TH)
@@ -197,7 +197,7 @@ def _find_dropout_fault(
 
 
 def _trial_layout(device: torch.device) -> RowLayout:
-    """Return the layout of the trial's rows; only `example_BS` is valid, the other fields are placeholders."""
+    """Return where the examples of the trial's rows lie; of the layout only `example_BS` is valid."""
     example_S = torch.arange(_TRIAL_TOKENS, device=device).div(_TRIAL_EXAMPLE_TOKENS, rounding_mode="floor")
     example_BS = example_S.expand(_TRIAL_ROWS, _TRIAL_TOKENS)
     return RowLayout(
@@ -206,7 +206,7 @@ def _trial_layout(device: torch.device) -> RowLayout:
 
 
 def _trial_bounds(device: torch.device) -> ExampleBounds:
-    """Return where the examples of the trial begin; two empty sequences follow them, as real batches may have."""
+    """Return where the examples of the trial's rows begin; two empty ones follow them, as in real batches."""
     first_tokens = [
         row * _TRIAL_TOKENS + first
         for row in range(_TRIAL_ROWS)

@@ -25,10 +25,10 @@ from electra_dist.store.user_cache import keep_compiled_code
 
 
 def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = "inductor") -> None:
-    """Mark every layer of every `Encoder` in a module for compilation; each compiles when it is first called.
+    """Mark every transformer layer in a module for torch.compile, which compiles it when it is first called.
 
-    `cache` is the folder for compiled code, unless the user has set TORCHINDUCTOR_CACHE_DIR; None changes no folder.
-    `backend` is an argument of torch.compile.
+    `cache` is the folder for compiled code, unless the user has set TORCHINDUCTOR_CACHE_DIR; None keeps torch's own.
+    `backend` is that of torch.compile.
     """
     if cache is not None:
         keep_compiled_code(cache)
@@ -40,7 +40,10 @@ def compile_layers(module: nn.Module, cache: Path | None = None, backend: str = 
 
 
 def _allow_any_number_of_sequences(encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Let one compiled graph serve any number of sequences; this hook runs before each forward of an `Encoder`."""
+    """Mark the sizes that follow the number of examples as dynamic, so that one compiled graph serves every batch.
+
+    This hook runs before each forward pass of an `Encoder`, whose second argument is the attention mask.
+    """
     attention_mask: AttentionMask = inputs[1]
     for tensor, dimension in attention_mask.dynamic_sizes():
         torch._dynamo.maybe_mark_dynamic(tensor, dimension)

@@ -20,7 +20,7 @@ _LIMIT = "recompile_limit"
 
 
 def compile_options(backend: str = "inductor") -> dict[str, Any]:
-    """Return the keyword arguments for every call of torch.compile."""
+    """Return the keyword arguments for torch.compile: static shapes, no graph breaks, at most MOST_GRAPHS graphs."""
     options = {"backend": backend, "dynamic": False, "fullgraph": True}
     if _LIMIT in inspect.signature(torch.compile).parameters:
         # The argument also holds in autograd's threads, which recompute layers. Dynamo's settings do not.

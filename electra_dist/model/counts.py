@@ -44,7 +44,7 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = None) -> ParameterCounts:
-    """Return the numbers of trainable parameters; `objective` None stands for replaced-token detection."""
+    """Count the trainable parameters of both networks by arithmetic; None stands for replaced-token detection."""
     if objective is None:
         objective = ObjectiveConfig()
     width = model.embedding_size
@@ -66,7 +66,7 @@ def parameter_counts(model: ModelConfig, objective: ObjectiveConfig | None = Non
 
 
 def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return how many parameters only the generator's loss trains; shared ones (`model.sharing`) do not count."""
+    """Count the parameters that only the generator's loss trains; those shared by `model.sharing` do not count."""
     if not objective.trains_generator:
         return 0
     tower = model.generator
@@ -83,7 +83,7 @@ def _generator_only(model: ModelConfig, objective: ObjectiveConfig) -> int:
 
 
 def frozen_generator_parameters(model: ModelConfig, objective: ObjectiveConfig) -> int:
-    """Return the number of parameters of a frozen generator, which `parameter_counts` leaves out; 0 if none."""
+    """Count the parameters of a frozen generator, which `parameter_counts` leaves out; 0 if there is none."""
     if objective.generator != "frozen":
         return 0
     width = model.generator_embedding_width
@@ -110,7 +110,7 @@ def _detection_head_parameters(model: ModelConfig) -> int:
 
 
 def _encoder_parameters(model: ModelConfig, tower: TowerConfig, embedding_size: int) -> int:
-    """Return the number of parameters of a tower's layers and of the projection before them, without embeddings."""
+    """Count the parameters of a tower's layers and of the projection before them, without embeddings and head."""
     hidden = tower.hidden_size
     intermediate = tower.intermediate_size
     has_bias = _has_biases(model)
@@ -150,7 +150,10 @@ class TokenFlops:
 
 
 def token_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig, step: int | None = None) -> TokenFlops:
-    """Return the training FLOPs per token; `step` selects the training stage, and None stands for the second one."""
+    """Return the training FLOPs per token at a step; None stands for a step of the second stage.
+
+    In two-stage training the generator trains alone for the first `objective.generator_only_steps` steps.
+    """
     tower_forward = _encoder_flops(model, model.discriminator, model.embedding_size, seq_len)
     head_forward = _discriminator_head_flops(model, objective)
     discriminator_training = BACKWARD_FACTOR * (tower_forward + head_forward)
@@ -190,7 +193,7 @@ def steps_of_flops(config: Config, flops: float) -> int:
 
 
 def _step_flops(config: Config) -> tuple[float, float]:
-    """Return the training FLOPs of a step in the first and in the second stage; without stages, both are equal."""
+    """Return the FLOPs of a training step in the first and in the second stage; without stages, both are equal."""
     objective = config.objective
     seq_len = config.data.seq_len
     generator_only_per_token = token_flops(config.model, seq_len, objective, step=0).total
@@ -219,7 +222,7 @@ def _discriminator_head_flops(model: ModelConfig, objective: ObjectiveConfig) ->
 
 
 def _generator_flops(model: ModelConfig, seq_len: int, objective: ObjectiveConfig) -> float:
-    """Return forward FLOPs per token of the generator with its head; 0 if the objective has no generator network."""
+    """Return the forward FLOPs per token of the generator with its head; 0 if it is no network."""
     if not objective.runs_generator:
         return 0.0
     tower = model.generator

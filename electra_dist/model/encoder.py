@@ -54,7 +54,7 @@ class DropoutKeys(NamedTuple):
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layers(self, num_layers: int) -> list[LayerDropout]:
-        """Return the key of each layer's dropout; its probability is 0 until each use sets it."""
+        """Return one `LayerDropout` for each layer, with its key, and probability 0 until a use sets another."""
         backend = resolve(self.backend, self.row_B.device.type, in_cuda_library=False)
         if backend == "triton":
             key_L3 = device_keys(self.seed, self.step, self.row_B.device, num_layers)
@@ -67,7 +67,7 @@ class DropoutAddNorm(nn.LayerNorm):
     """LayerNorm(residual + dropout(x)) as one fused operation, with the parameter names of nn.LayerNorm."""
 
     def __init__(self, width: int, model: ModelConfig, site: int) -> None:
-        """Create the module; `site` (0 after attention, 1 after feed-forward) selects separate random numbers."""
+        """Create the module; `site`, 0 after attention and 1 after feed-forward, selects separate random numbers."""
         super().__init__(width, eps=model.layer_norm_eps)
         self.probability = model.hidden_dropout
         self.site = site
@@ -94,7 +94,7 @@ class DropoutAddNorm(nn.LayerNorm):
         return normed_BSH
 
     def dropout(self, dropout_keys: LayerDropout) -> LayerDropout:
-        """Return the key completed by this module's site and probability; the probability is 0 in evaluation mode."""
+        """Return a layer's dropout with this module's place and probability, which is 0 in evaluation mode."""
         return dropout_keys._replace(probability=self.probability if self.training else 0.0, site=self.site)
 
 
@@ -159,8 +159,8 @@ class Embeddings(nn.Module):
     ) -> torch.Tensor:
         """Return the embeddings of rows, masked or not, [B, S, E]: dropout(layer_norm(sum of the table entries)).
 
-        `layout` is that of the original rows. `dropout_keys` belong to the network that reads the embeddings;
-        evaluation needs none.
+        `layout` has the positions and token types of the original rows. `dropout_keys` belong to the network that
+        reads the embeddings; evaluation needs none.
         """
         summed = self.tables(ids_BS, layout)
         if self.base is not None:
@@ -217,7 +217,7 @@ class SelfAttention(nn.Module):
         """Return the output of attention before the output projection, contiguous [T, H].
 
         `qkv`, [T, 3 H], has query, key and value of each token. It is not copied, so its gradient needs no copy
-        either. `LayerMask.attend` explains `bias`.
+        either. `bias` is one that `qkv` contains already; give it only to a mask that computes its gradient.
         """
         dropout = self.dropout if self.training else 0.0
         return attention_mask.attend(qkv, self.num_heads, dropout, dropout_keys, bias)
@@ -236,7 +236,7 @@ class EncoderLayer(nn.Module):
         self.output_norm = DropoutAddNorm(width, model, site=1)
 
     def forward(self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
-        """Return the hidden states after this layer, [T, H]; `hidden_TH` are the states before it."""
+        """Return the hidden states of all tokens after this layer, [T, H]; `hidden_TH` are those before it."""
         if torch.compiler.is_compiling():
             return self.compose(hidden_TH, attention_mask, dropout_keys)
         attention = self.attention
@@ -266,7 +266,7 @@ class EncoderLayer(nn.Module):
         return states_TH
 
     def compose(self, hidden_TH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
-        """Compute `forward` by separate operations: the reference of the fused kernels; torch.compile traces it."""
+        """Compute the same as `forward` by separate operations: the layer's definition, which torch.compile traces."""
         num_tokens, width = hidden_TH.shape
         hidden_BSH = hidden_TH.view(len(dropout_keys.row_B), -1, width)
         attended_BSH = self.attention(hidden_BSH, attention_mask, dropout_keys)
@@ -302,7 +302,7 @@ class Encoder(nn.Module):
         return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
 
     def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output, [T, H]: the last layer's states, which need no further LayerNorm in this architecture."""
+        """Return the encoder's output from the last layer's states; this architecture needs no further LayerNorm."""
         return hidden_TH
 
     def forward(

@@ -43,7 +43,7 @@ _FLASH3_MODULE = "flash_attn_interface"  # of the package flash-attn-3
 
 
 def kernel_limit(precision: str, head_widths: Sequence[int]) -> str:
-    """Return why the kernels cannot run a model on the current GPU, or ""."""
+    """Return why torch's FlashAttention kernels cannot run a model on the current GPU, or "" if they can."""
     if precision == "fp32":
         return "it computes in bf16 or fp16, and train.precision is fp32"
     for width in head_widths:
@@ -56,7 +56,10 @@ def kernel_limit(precision: str, head_widths: Sequence[int]) -> str:
 
 
 def flash3_limit(dropout: float) -> str:
-    """Return what keeps the kernels of the package flash-attn-3, beside the limits of all, from running, or ""."""
+    """Return why the kernels of the package flash-attn-3 cannot run on the current GPU, or "" if they can.
+
+    `dropout` is that of attention. `kernel_limit` checks what both kinds of kernels need.
+    """
     if not flash3_is_installed():
         return "it needs the package flash-attn-3, which is not installed"
     if dropout:
@@ -101,11 +104,11 @@ def flash_attention(
     bias: torch.Tensor | None = None,
     backend: str = "reference",
 ) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(D)) v within each sequence of `bounds`, [T, H], for `qkv` of [T, 3 H].
+    """Return softmax(q k^T / sqrt(D)) v within each example, [T, H], from `qkv`, query, key and value, [T, 3 H].
 
-    Both are contiguous. With `reach`, a token sees only that many tokens to each side. `bias`, [3 H], is one that
-    `qkv` contains already and whose gradient is computed here, by `backend` ("triton" or "reference"). In eager mode
-    only.
+    Both are contiguous. `bounds` says where the examples begin. With `reach`, a token sees only that many tokens to
+    each side. `bias`, [3 H], is one that `qkv` contains already and whose gradient is computed here, in eager mode
+    only, by `backend` ("triton" or "reference").
     """
     if torch.compiler.is_compiling():
         qkv_T3ND = qkv.view(len(qkv), 3, num_heads, -1)
@@ -118,7 +121,7 @@ def flash_attention(
 
 
 class _Saved(NamedTuple):
-    """Results of the operator's forward pass that the backward pass needs."""
+    """Results of torch's FlashAttention operator that its backward pass needs."""
 
     out_TND: torch.Tensor
     logsumexp_NT: torch.Tensor  # fp32 logarithms of the sums that the softmax divides by
@@ -207,9 +210,9 @@ def _run_backward(
     dropout: float,
     reach: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, [T, N, D] each.
+    """Return the gradients of queries, keys and values, [T, N, D] each, by torch's FlashAttention operator.
 
-    The arguments are those of `_run_forward`, with what it has saved and the gradient of its output.
+    The arguments are those of `_run_forward`, what it has saved, and the gradient of its output.
     """
     is_causal = False
     with _in_fixed_order():
@@ -255,7 +258,7 @@ def _in_fixed_order() -> Iterator[None]:
 def _compiled_forward(
     qkv_T3ND: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, dropout: float, reach: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run `_run_forward` as a custom operator for torch.compile; return the fields of `_Saved`."""
+    """Compute attention by `_run_forward` as a custom operator for torch.compile; return the fields of `_Saved`."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _run_forward(query, key, value, cu_seqlens, longest, dropout, reach)
     return saved.out_TND, saved.logsumexp_NT, saved.rng_state, saved.rng_unused
@@ -286,7 +289,7 @@ def _compiled_backward(
     dropout: float,
     reach: int | None,
 ) -> torch.Tensor:
-    """Run `_run_backward` as a custom operator for torch.compile; the fields of `_Saved` are arguments."""
+    """Compute gradients by `_run_backward` as a custom operator for torch.compile; takes the fields of `_Saved`."""
     query, key, value = qkv_T3ND.unbind(1)
     saved = _Saved(out_TND, logsumexp_NT, rng_state, rng_unused)
     return torch.stack(_run_backward(grad_TND, query, key, value, cu_seqlens, saved, longest, dropout, reach), 1)

@@ -109,12 +109,12 @@ def weight_gradient(
 
 
 def gradient_sums(*weights: torch.Tensor) -> tuple[GradientSum | None, ...]:
-    """Return the `gradient_sum` of each weight that is trained, to be kept for the backward pass; otherwise None."""
+    """Return for each weight the sum to which the backward pass adds its gradient, or None if autograd gets it."""
     return tuple(getattr(weight, "gradient_sum", None) if weight.requires_grad else None for weight in weights)
 
 
 class _ProductIntoSum(torch.autograd.Function):
-    """Autograd function of `linear` for a weight whose gradient is added to its `gradient_sum`."""
+    """Product with a weight whose gradient is added to its `gradient_sum` and not handed to autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -143,7 +143,7 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _emulates_bf16(x: torch.Tensor) -> bool:
-    """Return whether a matrix product of `x` would run in bf16 on a CPU without bf16 instructions."""
+    """Return whether a product of `x` would be in bf16 on a CPU without bf16 instructions, where fp32 is faster."""
     if x.device.type != "cpu" or HAS_BF16_PRODUCTS:
         return False
     if torch.is_autocast_enabled("cpu"):
@@ -152,7 +152,7 @@ def _emulates_bf16(x: torch.Tensor) -> bool:
 
 
 class QkvProduct(torch.autograd.Function):
-    """Product with the joint weight of query, key and value."""
+    """Product that gives query, key and value; it also returns its input, for the residual connection."""
 
     @staticmethod
     def forward(
@@ -160,7 +160,7 @@ class QkvProduct(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return query, key and value, [T, 3 H], and the input for the residual, [T, H], in the product's dtype.
 
-        Without `sums_bias` the backward pass leaves the gradient of the bias to attention.
+        Without `sums_bias` the backward pass returns no gradient of the bias, because attention computes it.
         """
         dtype = product_dtype(hidden_TH)
         # The first layer's input is fp32 under autocast; the residual connection continues in the product's dtype.
@@ -173,7 +173,7 @@ class QkvProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_qkv: torch.Tensor, grad_residual_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the arguments of `forward`."""
+        """Return the gradients of the states, the weight and, with `sums_bias`, the bias."""
         hidden_TH, weight = ctx.saved_tensors
         grad_hidden_TH = input_gradient(grad_qkv, weight.to(grad_qkv.dtype), grad_residual_TH)
         grad_weight = weight_gradient(grad_qkv, hidden_TH, ctx.weight_sum)
@@ -196,7 +196,7 @@ class Parameters(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Options of the two dropout + residual + LayerNorm steps of a layer; they have no gradients."""
+    """Options of the two places in a layer where LayerNorm(residual + dropout(x)) is computed."""
 
     eps: float  # added to the variance
     attention_dropout: LayerDropout  # on the output of attention

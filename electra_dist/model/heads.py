@@ -145,20 +145,21 @@ class ModernDetectionHead(DiscriminatorHead):
         logits_BS = self.out(self.layer_norm(F.gelu(self.dense(hidden_BSH)))).squeeze(-1)
         return logits_BS.to(torch.promote_types(logits_BS.dtype, torch.float32))
 
+    @override
     def forward(
         self, hidden_BSH: torch.Tensor, label_BS: torch.Tensor, mask_BS: torch.Tensor, *, backend: str
     ) -> RtdOutput:
-        """Return what the base class returns; `backend` has no effect, because no kernel fuses this head."""
+        # `backend` has no effect, because no kernel fuses this head.
         return rtd_loss_of_logits(self.logits(hidden_BSH).flatten(), label_BS.flatten(), mask_BS.flatten())
 
 
 def token_log_probs(
     x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, target_M: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's log-probability of its target, [M] nats, and its most probable token, int64 [M].
+    """Return log softmax(x W^T + bias) of each row's target token, [M], and each row's most probable token, int64 [M].
 
-    Log-probabilities are fp32 or wider. The table may have padding rows after the first `vocab_size`; the bias has
-    none.
+    Log-probabilities are in nats, fp32 or wider, and have gradients. The table W may have padding rows after the first
+    `vocab_size`; the bias has none.
     """
     device_type = x_MD.device.type
     under_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
@@ -172,7 +173,7 @@ def token_log_probs(
 
 @torch.no_grad()
 def token_entropies(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the entropy of each row's distribution over the tokens, in nats, [M] fp32 or wider, without gradient."""
+    """Return the entropy of each row's softmax(x W^T + bias), in nats, [M] fp32 or wider, without gradient."""
     products_table_VD = _for_products(table_VD)
     entropies = []
     for x_CD in x_MD.split(CHUNK_ROWS):
@@ -183,7 +184,7 @@ def token_entropies(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Te
 
 
 def _logits(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return x W^T + bias, [M, vocab_size] in fp32 or wider."""
+    """Return x W^T + bias, [M, vocab_size] in fp32 or wider; rows that pad the table W are left out."""
     logits_MV = (x_MD @ table_VD.t())[:, :vocab_size]
     wide_dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     return logits_MV.to(wide_dtype) + bias_V

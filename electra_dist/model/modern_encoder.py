@@ -51,7 +51,7 @@ class LayerScope(NamedTuple):
 
 
 class ModernDropoutKeys(NamedTuple):
-    """Random keys for the three places of a layer that apply dropout."""
+    """Dropout at the three places of a layer of `modern`, each with its key and probability."""
 
     attention: LayerDropout  # attention probabilities
     attention_output: LayerDropout  # output of the attention sub-layer
@@ -67,9 +67,9 @@ class ModernEmbeddings(Embeddings):
         self.layer_norm = nn.LayerNorm(width, eps=model.layer_norm_eps, bias=False)
         self.dropout = model.hidden_dropout
 
+    @override
     def tables(self, ids_BS: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        """Return the table entry of each token, [B, S, E]; positions and token types have no tables."""
-        return self.word(ids_BS)
+        return self.word(ids_BS)  # positions and token types have no tables
 
 
 class ModernAttention(SelfAttention):
@@ -101,7 +101,7 @@ class _RotatedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: torch.Tensor, weight: torch.Tensor, num_heads: int, *rotation: torch.Tensor
     ) -> torch.Tensor:
-        """Return query, key and value, [T, 3 H]; `rotation` has the fields of `Rotation`."""
+        """Return query and key, rotated, and value, [T, 3 H]; `rotation` has the fields of `Rotation`."""
         dtype = product_dtype(hidden_TH)
         hidden_TH = hidden_TH.to(dtype)
         qkv = linear(hidden_TH, weight.to(dtype))
@@ -114,7 +114,6 @@ class _RotatedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_qkv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the states and of the weight."""
         hidden_TH, weight, *rotation = ctx.saved_tensors
         grad_qkv = grad_qkv.contiguous()
         rotate_in_place(grad_qkv, ctx.num_heads, Rotation(*rotation), is_gradient=True)
@@ -170,10 +169,10 @@ class ModernEncoder(Encoder):
     def new_layer(self, model: ModelConfig, tower: TowerConfig, number: int) -> nn.Module:
         return ModernLayer(model, tower, number)
 
+    @override
     def layer_inputs(
         self, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> Iterable[tuple[LayerScope, ModernDropoutKeys]]:
-        """Return the attention scope and the dropout keys of each layer; `attention_mask` is an `AttentionScopes`."""
         assert isinstance(attention_mask, AttentionScopes), "make the mask with new_attention_mask"
         model = self.model
         position_BS = attention_mask.position_BS
@@ -183,21 +182,23 @@ class ModernEncoder(Encoder):
         local_scope = LayerScope(attention_mask.local_mask, local_rotation)
 
         inputs = []
-        for number, attention_keys in enumerate(dropout_keys.of_layers(len(self.layers))):
-            # Without dropout in hidden states only the first is used.
-            keys = ModernDropoutKeys(attention_keys, attention_keys, attention_keys)
-            if self.training and model.hidden_dropout:
-                keys = ModernDropoutKeys(
-                    attention=attention_keys,
-                    attention_output=self._output_dropout(dropout_keys, 2 * number),
-                    feed_forward_output=self._output_dropout(dropout_keys, 2 * number + 1),
-                )
+        for number, attention_dropout in enumerate(dropout_keys.of_layers(len(self.layers))):
             scope = global_scope if model.is_global(number) else local_scope
-            inputs.append((scope, keys))
+            dropouts = ModernDropoutKeys(
+                attention=attention_dropout,
+                attention_output=self._output_dropout(dropout_keys, 2 * number, attention_dropout),
+                feed_forward_output=self._output_dropout(dropout_keys, 2 * number + 1, attention_dropout),
+            )
+            inputs.append((scope, dropouts))
         return inputs
 
-    def _output_dropout(self, dropout_keys: DropoutKeys, sub_layer: int) -> LayerDropout:
-        """Return the dropout on the output of a sub-layer: layer i has the sub-layers 2 i and 2 i + 1."""
+    def _output_dropout(self, dropout_keys: DropoutKeys, sub_layer: int, no_dropout: LayerDropout) -> LayerDropout:
+        """Return the dropout on the output of a sub-layer; if nothing is dropped, `no_dropout`, which needs no seed.
+
+        Layer i has the sub-layers 2 i and 2 i + 1.
+        """
+        if not (self.training and self.model.hidden_dropout):
+            return no_dropout
         seed = derive_seed(dropout_keys.seed, Purpose.DROPOUT, sub_layer)
         dropout = dropout_keys._replace(seed=seed).of_layers(1)[0]
         return dropout._replace(probability=self.model.hidden_dropout)

@@ -33,7 +33,7 @@ class RowLayout(NamedTuple):
 
 
 def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
-    """Return the structure of rows from their original token ids, int64 and not masked.
+    """Return examples, positions, token types and padding of rows, from their original token ids, int64, not masked.
 
     For a row of two examples, the first with two segments (C is [CLS], S is [SEP], P is [PAD]):
 
@@ -98,10 +98,8 @@ def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
     begins_BS[:, 1:] |= is_pad_BS[:, 1:] & ~is_pad_BS[:, :-1]  # the first pad of a row
     first_tokens = np.flatnonzero(begins_BS)
 
-    # The smallest power of two that makes room for all examples and pads. So batches with the same number of rows
-    # nearly always have tensors of one size, which compiled code needs. A fixed upper bound would be
-    # too large: a row may hold an example for every 5 tokens, and each empty sequence costs idle thread blocks and 128
-    # tokens of workspace in every backward pass of attention.
+    # A fixed upper bound would be too large: a row may hold an example for every 5 tokens, and each empty sequence
+    # costs idle thread blocks and 128 tokens of workspace in every backward pass of attention.
     sequences_per_row = _LEAST_SEQUENCES_PER_ROW
     while num_rows * sequences_per_row < len(first_tokens):
         sequences_per_row *= 2

@@ -95,7 +95,7 @@ class ElectraTowers(nn.Module):
     discriminator_embeddings: Embeddings
 
     def __init__(self, model: ModelConfig, objective: ObjectiveConfig | None = None) -> None:
-        """Create the submodules. Their order must not change: optimizer states in checkpoints depend on it."""
+        """Create the submodules that the objective trains, in an order on which states in checkpoints depend."""
         super().__init__()
         if objective is None:
             objective = ObjectiveConfig()
@@ -146,7 +146,7 @@ class ElectraTowers(nn.Module):
             self.copy_gate = nn.Linear(hidden_size, 1)
 
     def is_generators(self, name: str) -> bool:
-        """Return whether only the generator's loss trains this parameter; then `optimizer.generator` applies to it."""
+        """Return whether only the generator's loss trains the parameter `name`; `optimizer.generator` then holds."""
         parts: tuple[str, ...] = ("generator", "generator_reverse", "generator_head", "baseline")
         if hasattr(self, "discriminator_embeddings"):
             parts += ("embeddings",)
@@ -166,7 +166,11 @@ class ElectraTowers(nn.Module):
 
 
 def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
-    """Build and initialise generator and discriminator with embeddings and heads, in fp32 on the host."""
+    """Build the networks that an objective trains, with embeddings and heads and initial weights, in fp32 on the host.
+
+    The weights are a function of `seed` and the parameters' names and shapes. `objective` None stands for
+    replaced-token detection.
+    """
     # Parameters on the device "meta" have no memory, so torch's own initialisation of them costs nothing.
     with torch.device("meta"):
         towers = ElectraTowers(model, objective)
@@ -177,7 +181,7 @@ def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | Non
 
 @torch.no_grad()
 def init_towers(towers: ElectraTowers, model: ModelConfig, seed: int) -> None:
-    """Set every parameter of `towers`, which must be on the host, to its initial value in place."""
+    """Set every parameter of the networks, which must be on the host, to its initial value by `seed`, in place."""
     layer_norms = {name for name, module in towers.named_modules() if isinstance(module, nn.LayerNorm)}
     for name, parameter in towers.named_parameters():
         # "discriminator.layers.0.expand.weight" is the parameter "weight" of "discriminator.layers.0.expand".
@@ -213,7 +217,7 @@ def _standard_deviation(model: ModelConfig, module_name: str) -> float:
 
 
 def _is_glorot(module_name: str) -> bool:
-    """Return whether a module's initial weights are Glorot-uniform, judged by the last part of its name."""
+    """Return whether a module's initial weights are Glorot-uniform, judged by its name."""
     if module_name.endswith("attention.out"):
         return False
     last_component = module_name.rpartition(".")[2]

@@ -74,9 +74,10 @@ class AdversarialGenerator(ReplacedTokenDetection):
         weight_M: torch.Tensor,
         temperature: float,
     ) -> torch.Tensor:
-        """Add up the generator's REINFORCE loss and the loss of its reward baseline over the M masked positions.
+        """Add up the generator's REINFORCE loss and its baseline's loss over the M masked positions.
 
-        Only the sum's gradient is meaningful. `right_logit_M` has the discriminator's logits for the right labels.
+        Only the sum's gradient is meaningful. The reward is -log sigmoid(`right_logit_M`), of the discriminator's
+        logits for the right labels. `inserted_M` are the tokens that the discriminator has read.
         """
         # log p(inserted token) under the distribution that was sampled from, with logits divided by the temperature.
         head = self.towers.generator_head

@@ -12,11 +12,11 @@ Google's code. `Objective.loss_counts` returns the counts. Shapes are static, an
 
 Values that may follow a schedule (`ScheduledValues`) are a pure function of (config, t, num_steps) at step t. A
 scheduled value that equals a plain number gives the same bits as that number (with `mask_prob`, as long as the number
-of slots is the same). They are numbers on the host, and reach a kernel as arguments of its launch, so that nothing is
-compiled anew when one changes. The number of slots for masked positions follows from the largest `mask_prob`.
+of slots for masked positions is the same, which follows from the largest `mask_prob`). They reach a kernel as
+arguments of its launch, so that nothing is compiled anew when one changes.
 
-How: the table of token embeddings is also the output matrix of the heads that predict tokens. The objective reads the
-table in its own forward pass and passes it to the head; under ZeRO-3, DeepSpeed notices this and gathers the table.
+How: the objective reads the table of token embeddings, which is also the output matrix of the heads that predict
+tokens, in its own forward pass and passes it to the head; under ZeRO-3, DeepSpeed notices this and gathers the table.
 
 Shapes: B rows, S tokens.
 """
@@ -81,7 +81,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledValues:
-    """Values at one step of those settings of the objective that may follow a schedule."""
+    """Values, at one step, of the settings of an objective that may follow a schedule."""
 
     # Not a NamedTuple, for the reason that StepInput gives: DeepSpeed's hooks rebuild tuples.
 
@@ -93,7 +93,7 @@ class ScheduledValues:
 
     @classmethod
     def at(cls, objective: ObjectiveConfig, progress: float) -> ScheduledValues:
-        """Return the values at the point of a run where the share `progress`, in [0, 1], of its steps is done."""
+        """Return the values at the point of a run where the share `progress`, in [0, 1], of all steps is done."""
         return cls(
             temperature=value_at(objective.temperature, progress),
             mask_prob=value_at(objective.mask_prob, progress),
@@ -104,10 +104,10 @@ class ScheduledValues:
 
 
 class Schedules:
-    """Schedules of a run's objective; they have no state, so a checkpoint need not save them."""
+    """Schedules of settings of a run's objective; they have no state, so a checkpoint need not save them."""
 
     def __init__(self, objective: ObjectiveConfig, num_steps: int) -> None:
-        """Take the settings and the number of steps of the whole run; schedules depend on step / num_steps."""
+        """Take the schedules of `objective`, which depend on step / `num_steps`, the steps of the whole run."""
         self._first = first_values(objective)
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
@@ -115,7 +115,7 @@ class Schedules:
         self.change_weights = not _WEIGHTS.isdisjoint(self._schedule_of_key)
 
     def values(self, step: int) -> ScheduledValues:
-        """Return the values at a step; steps count from 0."""
+        """Return the values of the settings at a step; steps count from 0."""
         progress = step / self._num_steps
         present = {key: value_at(schedule, progress) for key, schedule in self._schedule_of_key.items()}
         return replace(self._first, **present)
@@ -131,7 +131,7 @@ class Schedules:
 
 
 def first_values(objective: ObjectiveConfig) -> ScheduledValues:
-    """Return the values of the first step; without schedules, every step has these values."""
+    """Return the values of settings that may follow a schedule at the first step; without schedules, at every step."""
     return ScheduledValues.at(objective, 0.0)
 
 
@@ -185,7 +185,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch(StepInput):
-    """Input of `compute_loss`: a `StepInput` with the examples, positions, pads and attention mask of its rows."""
+    """Input of `Objective.compute_loss`: a `StepInput` with the examples, positions and attention mask of its rows."""
 
     values: ScheduledValues  # of this step: temperature, share of masked tokens, weights of the losses
     layout: RowLayout  # examples, positions, token types and real tokens
@@ -234,10 +234,10 @@ class Objective(nn.Module, ABC):
         scales: Iterable[float | torch.Tensor] = (1.0, 1.0),
         scheduled: ScheduledValues | None = None,
     ) -> StepInput:
-        """Return the input of adjoining rows of a step, the first of which has number `row0` within the global batch.
+        """Return the input for adjoining rows of a step, the first of which has number `row0` within the global batch.
 
-        `host_ids_BS` are the same ids on the host, from which the attention backend takes the bounds of the examples.
-        `key` are seed and step. Scales of 1 leave plain sums.
+        `host_ids_BS` are the same ids on the host, from which the attention backend reads where examples begin. `key`
+        is (seed, step). `scales` are factors of the objective's two losses; with 1 they are plain sums over tokens.
         """
         seed, step = key
         first_scale, second_scale = scales
@@ -246,7 +246,7 @@ class Objective(nn.Module, ABC):
         return StepInput(ids_BS, row_B, step, seed, first_scale, second_scale, bounds=bounds, scheduled=scheduled)
 
     def forward(self, step_input: StepInput) -> StepOutput:
-        """Compute the loss; if the rows were corrupted beforehand (`shown_BS`), only score their tokens instead."""
+        """Compute the loss of rows; if they were corrupted beforehand (`shown_BS`), only score their tokens."""
         batch = self.batch(step_input)
         if batch.shown_BS is not None:
             return self.score_shown(batch, batch.shown_BS)
@@ -255,7 +255,7 @@ class Objective(nn.Module, ABC):
     def score_shown(self, batch: Batch, shown_BS: torch.Tensor) -> StepOutput:
         """Run only the discriminator, on corrupted ids, `shown_BS`; return its logits of "replaced", and loss 0.
 
-        The objective must have a discriminator. With `electric` the logits are the discriminator's energies, without
+        The objective must detect replaced tokens. With `electric` the logits are the discriminator's energies, without
         the log-probabilities of the noise model.
         """
         label_BS = shown_BS != batch.ids_BS
@@ -265,14 +265,14 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Compute the loss, the sums for metrics and the outputs per token of a batch; each subclass implements this.
+        """Compute the loss, the sums for metrics and the logits of a batch.
 
         The loss is a sum of terms. Each term is a sum over tokens, times a weight from the config and a scale
         (`batch.first_scale` or `batch.second_scale`). Build the result with `output`.
         """
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Return the input with the examples, positions and attention mask of its rows.
+        """Add to an input the examples, positions and attention mask of its rows, and the values of this step.
 
         If the attention backend is "flash", `step_input.bounds` must be given.
         """
@@ -288,7 +288,7 @@ class Objective(nn.Module, ABC):
         return Batch(**given, values=values, layout=layout, attention_mask=attention_mask)
 
     def mask(self, batch: Batch) -> Masking:
-        """Draw the masked positions of each row, and build the masked rows; a repeated call gives equal results."""
+        """Draw the masked positions of each row, by seed, step and row number, and build the masked rows."""
         return mask_rows(
             batch.ids_BS,
             self.special,
@@ -301,7 +301,7 @@ class Objective(nn.Module, ABC):
         )
 
     def dropout_keys(self, batch: Batch, tower: int) -> DropoutKeys:
-        """Return the random keys for dropout in one network; `tower` is GENERATOR, DISCRIMINATOR or REVERSE."""
+        """Return the keys of dropout in one network; `tower` is GENERATOR, DISCRIMINATOR or REVERSE."""
         # An evaluation drops nothing, so it reads no seed.
         tower_seed = derive_seed(batch.seed, Purpose.DROPOUT, tower) if self.training else 0
         return DropoutKeys(seed=tower_seed, step=batch.step, row_B=batch.row_B, backend=self.backend)
@@ -327,11 +327,11 @@ class Objective(nn.Module, ABC):
         label_BS: torch.Tensor | None = None,
         shown_BS: torch.Tensor | None = None,
     ) -> StepOutput:
-        """Build the `StepOutput` of a forward pass; metric sums that the objective does not have become 0.
+        """Build the `StepOutput` of a forward pass.
 
-        `sums` maps names of fields of `Sums` to scalars, without `loss` and `tokens`. `rtd_logit_BS` has B * S logits
-        in any shape; None means that the objective detects no replaced tokens. `shown_BS` are the ids that the
-        discriminator has read; None stands for the batch's own ids.
+        `sums` maps names of fields of `Sums` to scalars, without `loss` and `tokens`; missing ones become 0.
+        `rtd_logit_BS` has B * S logits in any shape; None means that the objective detects no replaced tokens.
+        `shown_BS` are the ids that the discriminator has read; None stands for the batch's own ids.
         """
         is_real_BS = batch.layout.is_real_BS
 
@@ -360,7 +360,7 @@ class Objective(nn.Module, ABC):
 
 
 def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the results of the generator's head (with `mlm`: of the only head) under their names in `Sums`."""
+    """Return loss and counts of the generator's head (with `mlm`: of the only head) under their names in `Sums`."""
     return {
         "mlm_loss_sum": mlm.loss_sum,
         "mlm_weight": mlm.weight_sum,
@@ -370,7 +370,7 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
 
 
 def rtd_sums(rtd: RtdOutput) -> dict[str, torch.Tensor]:
-    """Return the results of the head that detects replaced tokens under their names in `Sums`."""
+    """Return loss and counts of the head that detects replaced tokens under their names in `Sums`."""
     return {
         "rtd_loss_sum": rtd.loss_sum,
         "rtd_weight": rtd.mask_sum,

@@ -16,7 +16,6 @@ from electra_dist.objectives.corruption import (
     FrozenGenerator,
     RandomReplacements,
     ordinary_weights,
-    uniform_weights,
     unigram_weights,
 )
 from electra_dist.objectives.electric import Electric
@@ -41,11 +40,11 @@ def build_objective(
     backend: str = "auto",
     count_V: np.ndarray | None = None,
 ) -> Objective:
-    """Return the objective that the config names, with initial weights drawn by `seed`, in fp32 on the host.
+    """Build the objective that the config names, with its networks and weights drawn by `seed`, in fp32 on the host.
 
-    The caller moves the objective to the device and sets its `attention`. With `objective.generator: frozen`, the
-    caller also loads the weights of `frozen_generator`. `count_V` has the number of occurrences of each token in the
-    corpus; None is allowed where `needs_token_counts` returns False.
+    The caller moves it to the device and sets its attribute `attention`; with `objective.generator: frozen`, the
+    caller also loads the weights of its `frozen_generator`. `backend` is `kernels.backend`. `count_V` has the number
+    of occurrences of each token in the corpus; None is allowed where `needs_token_counts` returns False.
     """
     towers = build_towers(model, seed, objective)
     if not objective.facts.has_generator:
@@ -58,7 +57,7 @@ def build_objective(
 
 
 def needs_token_counts(objective: ObjectiveConfig) -> bool:
-    """Return whether replacements are drawn by token frequency, so that `build_objective` needs `count_V`."""
+    """Return whether replacements are drawn by token frequency, so that `build_objective` needs token counts."""
     draws_unigrams = objective.draws_at_random and objective.random_from == "unigram"
     return objective.generator == "unigram" or draws_unigrams
 
@@ -87,7 +86,7 @@ def _fixed_generator(
     if objective.generator in ("trained", "frozen"):
         return None
     if objective.generator == "uniform":
-        return FixedGenerator(uniform_weights(model.vocab_size), objective.disallow_correct)
+        return FixedGenerator(np.ones(model.vocab_size), objective.disallow_correct)
     assert count_V is not None, "objective.generator is unigram, which needs token counts; pass count_V"
     assert not isinstance(objective.temperature, Schedule)  # the config refuses it for a fixed generator
     weight_V = unigram_weights(count_V, _never_drawn(special), objective.temperature)

@@ -44,7 +44,7 @@ class ContextRows:
 
 
 def rows_needed(num_wanted: int, mask_prob: float, seq_len: int) -> int:
-    """Return how many rows to read to mask about `num_wanted` tokens; 10 % are added for pads and equal tokens."""
+    """Return how many rows have about `num_wanted` tokens to replace, with 10 % more for pads and equal tokens."""
     return math.ceil(1.1 * num_wanted / (mask_prob * seq_len))
 
 
@@ -59,14 +59,6 @@ def replace_by_other_tokens(
     ids = torch.from_numpy(ids_RS.astype(np.int64))
     places_n = _random_order(ids, special, seed)
     places_per_copy = min(max(1, round(mask_prob * len(places_n))), len(places_n) // 2)
-    if places_per_copy == 0:
-        unchanged_QS = ids.numpy()
-        label_QS = np.full(unchanged_QS.shape, NOT_COMPARED, np.int8)
-        rows_Q = np.arange(len(unchanged_QS))
-        return ContextRows(
-            original_QS=unchanged_QS, shown_QS=unchanged_QS, label_QS=label_QS, source_row_Q=rows_Q, num_replaced=0
-        )
-
     token_of_place_n = ids.numpy().reshape(-1)[places_n]
     partner_n = np.roll(places_n, -places_per_copy)  # the place whose token is shown instead
     partner_token_n = np.roll(token_of_place_n, -places_per_copy)
@@ -102,7 +94,12 @@ def _random_order(ids_RS: torch.Tensor, special: SpecialIds, seed: int) -> np.nd
 
 
 def _copies_needed(is_replaced_n: np.ndarray, places_per_copy: int, num_wanted: int) -> int:
-    """Return the least number of copies with `num_wanted` replaced tokens, or else the largest number possible."""
+    """Return the least number of copies of the rows that have `num_wanted` replaced tokens, at most all possible.
+
+    `is_replaced_n` says for each place, in the order of use, whether its new token differs from its own.
+    """
+    if places_per_copy == 0:
+        return 1
     most_copies = len(is_replaced_n) // places_per_copy
     places_used = np.arange(1, most_copies + 1) * places_per_copy
     num_replaced = np.cumsum(is_replaced_n)[places_used - 1]

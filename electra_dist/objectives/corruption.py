@@ -2,25 +2,20 @@
 
 Guarantee: masks and sampled tokens are functions of (seed, step, row) and carry no gradient. A label is 1 only where
 the id differs from the original, so a sampled token that equals the original counts as original. A generator with
-fixed token probabilities (`objective.generator` "uniform" or "unigram") learns nothing, so it has no MLM loss. A
-frozen generator learns nothing either: its MLM loss is measured for the metrics, and is no part of the loss.
+fixed token probabilities has no MLM loss; that of a frozen generator is measured and is no part of the loss.
 
 Fixed probabilities (`objective.generator: uniform` or `unigram`, and `objective.random_share`): token v is drawn with
-probability weight_v / (sum of all weights), exact to 2**-31, as a function of (seed, step, row, slot) only, where a
-slot is a place for one masked position of a row. With `disallow_correct` the original token is never drawn, and the
-probabilities of the others keep their ratios. The range of a 32-bit random word is divided into one interval per
-token, as long as its share of the weights. The drawn token is the one whose interval contains the word (one binary
-search per slot). The ends of the intervals are an int64 buffer, which a cast of the module to bf16 leaves alone, and
-which no checkpoint has to hold. With `uniform` all tokens of the vocabulary are drawn, special tokens included, as in
-Google's code. With `unigram` (in the paper, but not in its code) [PAD], [CLS], [SEP] and [MASK] are never drawn.
+probability weight_v / (sum of all weights), exact to 2**-31. With `disallow_correct` the original token is never
+drawn, and the probabilities of the others keep their ratios. The range of a 32-bit random word is divided into one
+interval per token, and a binary search finds the one that contains the word. The ends of the intervals are an int64
+buffer, which a cast of the module to bf16 leaves alone, and which no checkpoint holds. `uniform` draws special tokens,
+too, as Google's code does; `unigram`, which is in the paper only, never draws [PAD], [CLS], [SEP] and [MASK].
 
 A frozen generator (`objective.generator: frozen`) was trained before and learns no more (Fast-ELECTRA, Dong et al.,
-ICLR 2024, arXiv 2310.07347). Its parameters are no parameters of the objective, so neither the optimizer, nor ZeRO,
-nor a checkpoint has them. It runs its forward pass only, without gradients and dropout, in the dtype and on the device
-of the towers. The objective keeps the module outside torch's registry of submodules, so moving or casting the
-objective leaves it as it is; `placed_like` moves and casts it in the first forward pass under an engine. It costs a
-forward pass in every step, and the weights once on every rank, whatever the ZeRO stage. `engine.compile` and
-`engine.activation_checkpointing` leave this network as it is.
+ICLR 2024, arXiv 2310.07347). Neither the optimizer, nor ZeRO, nor a checkpoint has its parameters. It runs its forward
+pass only, without gradients and dropout, in the dtype and on the device of the towers. It costs a forward pass in
+every step, and its weights once on every rank, whatever the ZeRO stage. `engine.compile` and
+`engine.activation_checkpointing` leave it as it is.
 
 Shapes: B rows, S tokens, N slots (places for one masked position each) in every row, M = B * N. Rows with fewer masked
 positions leave slots empty. An empty slot is at position 0 and has weight 0 in every loss.
@@ -51,7 +46,7 @@ class FrozenGenerator(nn.Module):
     """Generator that learns no more, with its own embeddings and head; submodules are named as in `ElectraTowers`."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Create the modules in fp32 on the host, with weights of zero, which the caller overwrites."""
+        """Create the network in fp32 on the host, with weights of zero, which the caller overwrites."""
         super().__init__()
         width = model.generator_embedding_width
         parts = PARTS[model.architecture]
@@ -93,7 +88,11 @@ class FixedGenerator(nn.Module):
         self.register_buffer("ends_V", torch.from_numpy(ends), persistent=False)
 
     def forward(self, target_BN: torch.Tensor, row_B: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-        """Draw a token for each masked position, int64 [B, N]; `disallow_correct` excludes originals, `target_BN`."""
+        """Draw a token for each masked position, int64 [B, N], by (seed, step, row number, place).
+
+        With `disallow_correct`, the original token, `target_BN`, is not drawn. `row_B` are the row numbers within the
+        global batch.
+        """
         word_BN = bits_grid(seed, self.purpose, step, row_B, target_BN.shape[1])
         if self.disallow_correct:
             word_BN = self._skip_original(word_BN, target_BN)
@@ -129,15 +128,13 @@ class RandomReplacements(FixedGenerator):
         step: int,
         seed: int,
     ) -> torch.Tensor:
-        """Replace each sampled token with probability `share` by a random one, [B, N]; `target_BN` are originals."""
+        """Replace each sampled token with probability `share` by a token drawn with fixed probabilities, [B, N].
+
+        `target_BN` are the original tokens; the other arguments are those of `forward`.
+        """
         word_BN = bits_grid(seed, Purpose.RANDOM_SHARE, step, row_B, sampled_BN.shape[1])
         is_random_BN = word_BN.double() < share * float(_RANGE)
         return torch.where(is_random_BN, self(target_BN, row_B, step, seed), sampled_BN)
-
-
-def uniform_weights(vocab_size: int) -> np.ndarray:
-    """Return weights with which a `FixedGenerator` draws all tokens equally often: ones, float64 [vocab_size]."""
-    return np.ones(vocab_size)
 
 
 def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
@@ -148,7 +145,7 @@ def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
 
 
 def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
-    """Return sampling weights `count_V ** (1 / temperature)`, float64 [V]; `special` and tokens of count 0 get 0."""
+    """Return sampling weights of tokens, count ** (1 / temperature), float64 [V]; ids in `special` get weight 0."""
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
     weight_V[count_V == 0] = 0.0
     weight_V[list(special)] = 0.0
@@ -163,6 +160,14 @@ class Corruption(NamedTuple):
     label_BS: torch.Tensor  # bool, True where the id differs from the original
     loss: torch.Tensor  # the generator's MLM loss, weighted and scaled, with gradient; 0 if it does not learn
     sums: dict[str, torch.Tensor]  # metric sums of the generator, by names of `Sums`
+
+
+class _Replacements(NamedTuple):
+    """Tokens that a generator has drawn for the masked positions; `Corruption` explains the other fields."""
+
+    sampled: torch.Tensor  # int64 [B, N] or [M]
+    loss: torch.Tensor
+    sums: dict[str, torch.Tensor]
 
 
 class CorruptingObjective(Objective):
@@ -198,36 +203,46 @@ class CorruptingObjective(Objective):
         `mlm_weight`; it is 0 with a fixed or frozen generator.
         """
         masking = self.mask(batch)
-        sampled: torch.Tensor  # [B, N] or [M]
         if self.fixed_generator is not None:
-            target_BN = batch.ids_BS.gather(1, masking.position_BN)
-            sampled = self.fixed_generator(target_BN, batch.row_B, batch.step, batch.seed)
-            loss = masking.weight_BN.new_zeros(())
-            sums = {"sampled_correct": ((sampled == target_BN) * masking.weight_BN).sum()}
+            drawn = self._draw_with_fixed_probabilities(self.fixed_generator, batch, masking)
         else:
-            learns = self.frozen_generator is None
-            with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
-                states_MH = self.generator_states(batch, masking)
-                mlm = self.fill(batch, masking, states_MH)
-            sampled = mlm.sampled_M
-            sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
-            if learns:
-                loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
-            else:
-                loss = masking.weight_BN.new_zeros(())
-            share = batch.values.random_share
-            if self.random_replacements is not None and share > 0:
-                target_BN = batch.ids_BS.gather(1, masking.position_BN)
-                sampled = self.random_replacements.mix(
-                    sampled.view_as(target_BN), target_BN, share, batch.row_B, batch.step, batch.seed
-                )
+            drawn = self._draw_by_network(batch, masking)
         corrupted_BS, label_BS = replace_and_label(
-            batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend
+            batch.ids_BS, masking.position_BN, masking.weight_BN, drawn.sampled, backend=self.backend
         )
-        return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
+        return Corruption(
+            masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=drawn.loss, sums=drawn.sums
+        )
+
+    def _draw_with_fixed_probabilities(
+        self, generator: FixedGenerator, batch: Batch, masking: Masking
+    ) -> _Replacements:
+        target_BN = batch.ids_BS.gather(1, masking.position_BN)
+        sampled_BN = generator(target_BN, batch.row_B, batch.step, batch.seed)
+        sums = {"sampled_correct": ((sampled_BN == target_BN) * masking.weight_BN).sum()}
+        return _Replacements(sampled=sampled_BN, loss=masking.weight_BN.new_zeros(()), sums=sums)
+
+    def _draw_by_network(self, batch: Batch, masking: Masking) -> _Replacements:
+        learns = self.frozen_generator is None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
+            states_MH = self.generator_states(batch, masking)
+            mlm = self.fill(batch, masking, states_MH)
+        sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
+        if learns:
+            loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
+        else:
+            loss = masking.weight_BN.new_zeros(())
+        sampled = mlm.sampled_M
+        share = batch.values.random_share
+        if self.random_replacements is not None and share > 0:
+            target_BN = batch.ids_BS.gather(1, masking.position_BN)
+            sampled = self.random_replacements.mix(
+                sampled.view_as(target_BN), target_BN, share, batch.row_B, batch.step, batch.seed
+            )
+        return _Replacements(sampled=sampled, loss=loss, sums=sums)
 
     def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
-        """Return the module that holds the generator: the frozen generator, on the batch's device, or `towers`."""
+        """Return the module that holds the generator: the frozen generator, moved to the device, or `towers`."""
         if self.frozen_generator is None:
             return self.towers
         return self.frozen_generator.placed_like(batch.ids_BS, self.towers.embeddings.word.weight.dtype)
@@ -241,14 +256,17 @@ class CorruptingObjective(Objective):
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
 
     def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
-        """Return the generator's MLM loss at the masked positions, and a token sampled for each of them."""
+        """Compute the generator's MLM loss at the masked positions from its states there; sample a token for each."""
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         return self.predict(batch, hidden_MH, target_BN, masking.weight_BN)
 
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor
     ) -> MlmHeadOutput:
-        """Compute the generator's loss and draw a token at N positions of each row; weight 0 excludes a position."""
+        """Compute the generator's loss and draw a token at N positions of each row, where its states are `hidden_MH`.
+
+        `target_BN` are the original tokens. A position of weight 0 does not count in the loss.
+        """
         network = self.generator_network(batch)
         return network.generator_head(
             hidden_MH,

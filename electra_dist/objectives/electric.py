@@ -110,6 +110,7 @@ class Electric(CorruptingObjective):
 
     @torch.no_grad()
     def _offset(self, cloze_TH: torch.Tensor, noised_BS: torch.Tensor, mask_prob: float) -> torch.Tensor:
+        """Return log q(token) + log(p / (1 - p)), [B, S], q being the noise model and p the share of masked tokens."""
         head = self.towers.generator_head
         log_q_T, _ = token_log_probs(
             head.transform(cloze_TH),

@@ -55,7 +55,7 @@ class Masking(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def num_slots(mask_prob: NumberOrSchedule, seq_len: int) -> int:
-    """Return the largest number of masked positions of a row, max_predictions_per_seq in Google's code.
+    """Return the largest number of masked positions that a row can have, max_predictions_per_seq in Google's code.
 
     For 25 % of 512 tokens it is 130, of which a row without pads uses 128. For a schedule, the largest value counts.
     """
@@ -88,9 +88,9 @@ def wanted_counts(
 ) -> torch.Tensor:
     """Return a table of how many positions a row masks, indexed by its number of real tokens, int64 [seq_len + 1].
 
-    Element r is clamp(round(mask_prob * r), 1, most_masked). `num_masked` and the kernel that draws the positions read
-    the same table, so both round alike. With `in_float32` the product is computed in float32 as in Google's code: 15 %
-    of 190 tokens are then 29 positions, and 28 in float64.
+    Element r is clamp(round(mask_prob * r), 1, most_masked). Whoever needs the number reads this table, so all round
+    alike. With `in_float32` the product is computed in float32 as in Google's code: 15 % of 190 tokens are then 29
+    positions, and 28 in float64.
     """
     dtype = np.dtype(np.float32 if in_float32 else np.float64)
     product_R = np.arange(seq_len + 1, dtype=dtype) * np.array(mask_prob, dtype)
@@ -109,9 +109,10 @@ def mask_rows(
     *,
     backend: str = "auto",
 ) -> Masking:
-    """Choose the masked positions of each row, and build the rows that the generator reads.
+    """Draw the masked positions of each row by seed, step and row number; build the rows that the generator reads.
 
-    If `objective.mask_prob` follows a schedule, `mask_prob` is its present value; None stands for its first value.
+    `row_B` are the row numbers within the global batch. If `objective.mask_prob` follows a schedule, `mask_prob` is
+    its present value; None stands for its first value.
     """
     S = ids_BS.shape[1]
     N = num_slots(objective.mask_prob, S)

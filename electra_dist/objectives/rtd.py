@@ -7,28 +7,24 @@
 
     loss = mlm_weight * first_scale * mlm_loss_sum + rtd_weight * second_scale * rtd_loss_sum
 
-With `discriminator_mlm_weight` above 0 ("joint MLM") the discriminator also predicts the original tokens at the masked
-positions, from the corrupted rows. Its token head has a dense layer, a LayerNorm and a bias of its own; the output
-matrix is the token table that the discriminator reads. The loss gets a third term,
-
-    discriminator_mlm_weight * first_scale * token_loss_sum
-
 [CLS], [SEP] and every unmasked token count in the RTD loss, as in Google's code. Pads do not.
 
-With `rtd_balance` b, each of the R replaced tokens of a row of N tokens has the weight b N / R in the RTD loss, and
-each other token (1 - b) N / (N - R). Both classes then have fixed shares, and the row still counts as N tokens. The
-weights of a row depend on that row alone, so the loss does not depend on how a batch is split. Metrics count tokens,
-not weights.
+With `discriminator_mlm_weight` above 0 ("joint MLM") the discriminator also predicts the original tokens at the masked
+positions, from the corrupted rows. Its token head is its own, but for the output matrix, which is the token table that
+the discriminator reads. The loss gets a third term, discriminator_mlm_weight * first_scale * token_loss_sum.
 
-ELECTRA 15 % (first ablation, section 3.4) detects at masked positions only. The discriminator reads the same corrupted
-text, but no other token contributes to its loss or to a gradient. With `masking: reference`, a position may be drawn
-twice. Its loss then counts twice, in the sum and in the number that the sum is divided by, as in the generator's loss.
+With `rtd_balance` b, each of the R replaced tokens of a row of N tokens has the weight b N / R in the RTD loss, and
+each other token (1 - b) N / (N - R). Both classes then have fixed shares, and the row still counts as N tokens,
+however a batch is split. Metrics count tokens, not weights.
+
+ELECTRA 15 % (first ablation, section 3.4) detects at masked positions only: no other token contributes to the loss or
+to a gradient. With `masking: reference`, a position that is drawn twice counts twice, as in the generator's loss.
 
 Two-stage training (section 3.2): in the first `objective.generator_only_steps` steps the generator trains by MLM and
 the discriminator does not run. Then the discriminator becomes a copy of the generator, embeddings included, and learns
-from the generator's samples. The generator is frozen from there on: its forward pass records no gradient and its
-learning rate is 0. `engine/stage_switch.py` makes the copy and sets the learning rates. In evaluation both run,
-whatever the step. The two networks must be of one size and share nothing (`model.sharing: none`).
+from the samples of the generator, which is frozen from there on. `engine/stage_switch.py` makes the copy and sets the
+learning rates. In evaluation both run, whatever the step. The two networks must be of one size and share nothing
+(`model.sharing: none`).
 """
 
 from __future__ import annotations
@@ -60,11 +56,11 @@ class ReplacedTokenDetection(CorruptingObjective):
         return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS, corruption.corrupted_BS)
 
     def detect(self, batch: Batch, corruption: Corruption) -> RtdOutput:
-        """Run the discriminator on the corrupted rows; return its loss sum, its logits and counts for the metrics."""
+        """Run the discriminator and its head on the corrupted rows; return loss sum, logits and counts for metrics."""
         return self.classify(batch, corruption, self.read(batch, corruption.corrupted_BS))
 
     def classify(self, batch: Batch, corruption: Corruption, hidden_BSH: torch.Tensor) -> RtdOutput:
-        """Run the detection head on the discriminator's states; return loss sum, logits and counts for the metrics."""
+        """Run the detection head on the discriminator's states; return loss sum, logits and counts for metrics."""
         weight_BS = self.detection_weights(batch, corruption)
         rtd = self.towers.discriminator_head(hidden_BSH, corruption.label_BS, weight_BS, backend=self.backend)
         if self.objective.rtd_balance is None:
@@ -95,7 +91,7 @@ def balanced_weights(label_BS: torch.Tensor, is_real_BS: torch.Tensor, balance: 
 
 
 def _token_counts(logits_T: torch.Tensor, label_BS: torch.Tensor, is_real_BS: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the confusion counts of an `RtdOutput` over tokens of equal weight."""
+    """Count replaced and original tokens, and those that the logits detect, under the names in `RtdOutput`."""
     says_replaced_BS = logits_T.view_as(label_BS) > 0
     is_replaced_BS = label_BS & is_real_BS
     is_original_BS = ~label_BS & is_real_BS
@@ -115,16 +111,19 @@ class MaskedOnlyDetection(ReplacedTokenDetection):
         num_masked_B = num_masked(ids_BS, self.special, self.objective, mask_prob)
         return torch.stack([num_masked_B, num_masked_B], -1)
 
+    @override
     def detection_weights(self, batch: Batch, corruption: Corruption) -> torch.Tensor:
-        """Return the weight of each token in the loss, float32 [B, S]: how often masking has drawn its position."""
-        return corruption.masking.slots_BS()
+        return corruption.masking.slots_BS()  # how often masking has drawn each position
 
 
 class TwoStageDetection(ReplacedTokenDetection):
-    """Replaced-token detection in two stages: the generator trains alone, then the discriminator."""
+    """Replaced-token detection in two stages: the generator trains alone, then the discriminator does.
 
+    The loss is that of the network that trains at this step; in evaluation, it is the discriminator's.
+    """
+
+    @override
     def compute_loss(self, batch: Batch) -> StepOutput:
-        """Return the loss of the network that trains at this step; in evaluation, the discriminator's loss."""
         in_first_stage = self.training and batch.step < self.objective.generator_only_steps
         # The generator is frozen after the first stage, so its forward pass then records no gradient.
         with torch.set_grad_enabled(torch.is_grad_enabled() and in_first_stage):

@@ -1,18 +1,18 @@
 """Implements the objectives whose kept network predicts original tokens: MLM, Replace MLM and All-Tokens MLM.
 
-MLM is BERT without next-sentence prediction. There is no generator. The only network, `towers.discriminator`, reads
-the masked text and predicts the original tokens at the masked positions. The output matrix of its head is its token
-table. Positions are drawn anew at every step, as for the other objectives. As in Google's ELECTRA code, a share
-`mask_token_prob` of them show [MASK] and the others keep their token; none shows a random token, as some do in BERT.
+MLM is BERT without next-sentence prediction. The only network, `towers.discriminator`, reads the masked text and
+predicts the original tokens at the masked positions. The output matrix of its head is its token table. As in Google's
+ELECTRA code, a share `mask_token_prob` of the positions show [MASK] and the others keep their token; none shows a
+random token, as some do in BERT.
 
 Replace MLM is MLM without [MASK] (the paper's second ablation, section 3.4). The discriminator reads text whose masked
 positions hold the generator's tokens instead of [MASK], and predicts the original tokens at these positions. The
 generator learns by its own MLM loss, as in ELECTRA. `token_weight` weighs the discriminator's loss.
 
-All-Tokens MLM predicts every token, with a copy gate (the paper's third ablation, section 3.4). The discriminator
-reads the same text as in Replace MLM. At each position t but padding, it predicts the original token x with a mixture
-of two distributions: one copies the token read at t, the other is a softmax over the vocabulary. A learned gate
-D = sigmoid(w . h_t + b) on the discriminator's state h_t weighs them:
+All-Tokens MLM predicts every token, with a copy gate (the paper's third ablation, section 3.4), from the same text as
+Replace MLM. At each position t but padding, it predicts the original token x with a mixture of two distributions: one
+copies the token read at t, the other is a softmax over the vocabulary. A learned gate D = sigmoid(w . h_t + b) on the
+discriminator's state h_t weighs them:
 
     p(x) = D * [x is the token that is read] + (1 - D) * softmax(x);   loss = -log p(x)
 
@@ -48,7 +48,7 @@ class MaskedLanguageModel(Objective):
 
 
 def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the results of the head with which a discriminator predicts tokens under their names in `Sums`."""
+    """Return loss and counts of the head with which a discriminator predicts tokens under their names in `Sums`."""
     return {
         "token_loss_sum": prediction.loss_sum,
         "token_weight": prediction.weight_sum,

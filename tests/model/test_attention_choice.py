@@ -205,7 +205,7 @@ def nan_gradients(query: torch.Tensor, *rest: Any, **mask: Any) -> torch.Tensor:
 
 def test_the_trial_of_flex_passes_where_both_agree_and_names_what_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(function: Any) -> str:
-        monkeypatch.setattr(attention, "_flex_function", lambda compiled: function)
+        monkeypatch.setattr(attention, "flex_function", lambda compiled: function)
         return find_trial_fault(FlexMask, "cpu", torch.float32, 64, 0.0, None)
 
     assert "does not support backward on CPU" in find_trial_fault(FlexMask, "cpu", torch.float32, 64, 0.0, None)

@@ -18,7 +18,7 @@ from electra_dist.model.heads import CHUNK_ROWS, token_log_probs
 from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
-from electra_dist.objectives.corruption import FixedGenerator, uniform_weights, unigram_weights
+from electra_dist.objectives.corruption import FixedGenerator, unigram_weights
 from electra_dist.objectives.masking import Masking, mask_rows
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -377,7 +377,7 @@ def test_fixed_generator_maps_the_lowest_and_the_highest_random_word_to_tokens_o
     tokens = torch.searchsorted(generator.ends_V, lowest_and_highest_word, right=True)
 
     assert tokens.tolist() == [1, 3]
-    assert FixedGenerator(uniform_weights(7), False).ends_V[-1] == 2**32
+    assert FixedGenerator(np.ones(7), False).ends_V[-1] == 2**32
 
 
 def test_unigram_weights_are_tempered_counts_and_zero_for_special_tokens() -> None:

@@ -99,11 +99,11 @@ def test_compiled_code_is_not_kept_in_the_shared_folder_that_is_torchs_default(
 def test_flex_attention_is_compiled_into_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from electra_dist.model import attention
+    from electra_dist.model import flex_attention
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(TRITON_VARIABLE, "")  # restored after the test
     monkeypatch.delenv(COMPILED_CODE_VARIABLE, raising=False)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    attention._flex_function.__wrapped__(compiled=True)
+    flex_attention.flex_function.__wrapped__(compiled=True)
     assert os.environ[COMPILED_CODE_VARIABLE] == str(tmp_path / ".cache" / "electra-dist" / "compiled")
