@@ -119,7 +119,8 @@ def _export_one(run: Path, output: Path | None, choice: Choice, num_averaged: in
     out.print()
     out.print(styled((str(run), "bold"), f" {weights}"))
     out.print(f"  report         {run / REPORT_FILE}")
-    out.print(f"  metrics        {run / METRICS_FILE}   (tensorboard --logdir {run / TENSORBOARD_DIR})")
+    logs = shlex.quote(str(run / TENSORBOARD_DIR))
+    out.print(f"  metrics        {run / METRICS_FILE}   (tensorboard --logdir {logs})")
     for model_name, folder in exported.folders.items():
         out.print(f"  {model_name:<14} {folder}")
     for card in cards:
