@@ -34,9 +34,8 @@ from electra_dist.model import towers as model_towers
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives import build_objective as objective_builder
 from electra_dist.objectives.base import Objective, StepInput
-from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.encoder import Pretrained, TowerName, device_of_choice, load_pretrained
-from electra_dist.pretrained.weights import load_run_weights, read_frozen_generator
+from electra_dist.pretrained.weights import load_frozen_generator, load_run_weights
 from electra_dist.run.folder import is_run_folder, open_run, recorded_fingerprints
 from electra_dist.run.metrics import EvalRecord, StepRecord, iter_evaluations, iter_steps
 from electra_dist.scoring.text_scores import TextScore, TextScorer
@@ -50,7 +49,7 @@ _WINDOW_SHARDS = 64
 
 
 class Corpus:
-    """Corpus from which the rows of any step of a run can be read. Close it after use; it is not thread-safe."""
+    """Corpus whose rows can be read for any step, as a run reads them. Close it after use; it is not thread-safe."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of corpus.json (of all, with `data.phases`); a run resumes only with an equal digest."""
+        """Return the digest of corpus.json (of all, with `data.phases`); a run resumes only if it is the same."""
         return self.corpora.fingerprint
 
     @property
@@ -117,9 +116,9 @@ class Corpus:
 
     @checked
     def batches(self, global_batch: Size | None = None, first_step: NonNegative = 0) -> Iterator[torch.Tensor]:
-        """Yield without end the rows of each step from `first_step` on, as `batch` does; a thread reads ahead."""
+        """Yield what `batch` returns for `first_step` and all later steps, without end; a thread reads ahead."""
         global_batch = self._rows_of_a_step(global_batch)
-        _first_row(first_step, global_batch)
+        _rows_before(first_step, global_batch)
         with contextlib.closing(self._open_cache()) as cache:
             order = self._order(global_batch)
             loader = RowLoader(cache, order, global_batch, rank=0, world_size=1, start_step=first_step)
@@ -146,7 +145,7 @@ class Corpus:
         return ShardCache(self.corpora, self._cache_dir / SHARDS_DIR)
 
     def _rows_of_a_step(self, global_batch: int | None) -> int:
-        """Return `global_batch` or, if it is None, that of the run or config; raise UserError if neither is known."""
+        """Return `global_batch` or, if it is None, that of the run or config; raise UserError if there is none."""
         rows = global_batch or self._global_batch
         if rows is None:
             raise UserError(
@@ -162,14 +161,14 @@ class Corpus:
 
     def _locate(self, step: int, global_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return for each row of a step its shard's index and its index in the shard, int64 [global_batch] each."""
-        first_position = _first_row(step, global_batch)
+        first_position = _rows_before(step, global_batch)
         positions = np.arange(first_position, first_position + global_batch)
         _, shard_of_row, row_in_shard = self._order(global_batch).locate(positions)
         return shard_of_row, row_in_shard
 
 
-def _first_row(step: int, global_batch: int) -> int:
-    """Return the position of a step's first row among all rows of a run; raise UserError if it is 2**62 or more."""
+def _rows_before(step: int, global_batch: int) -> int:
+    """Return how many rows a run reads before `step`; raise UserError if there are 2**62 or more."""
     first_position = int(step) * int(global_batch)
     if first_position >= 2**62:
         raise UserError(
@@ -248,13 +247,12 @@ def build_towers(config: Config) -> ElectraTowers:
 
 
 def build_objective(config: Config, corpus: Corpus) -> Objective:
-    """Build the module that holds both towers and computes the loss of a step, with its initial weights, on the host.
+    """Build the torch module that holds both towers and computes the loss of a step, on the CPU.
 
-    Call the module with the result of `step_input`; `load_weights` loads the weights of a run. Weights that
-    `train.init_from` names are not loaded, but a frozen generator's weights are.
-    The tables have the size of the corpus's vocabulary. Raises ManifestMismatch if that is larger than
-    `model.vocab_size`, UserError if the sections contradict each other or the weights of a frozen generator cannot be
-    used.
+    Call it with the result of `step_input`. Its weights are random, except those of a frozen generator, which are
+    loaded; `load_weights` loads the weights of a run. The embedding tables have the size of the corpus's vocabulary.
+    Raises ManifestMismatch if that is larger than `model.vocab_size`, UserError if the config contradicts itself or
+    the weights of a frozen generator cannot be used.
     """
     num_tokens = corpus.corpora.tokenizer.vocab_size
     if num_tokens > config.model.vocab_size:
@@ -267,18 +265,17 @@ def build_objective(config: Config, corpus: Corpus) -> Objective:
     objective = objective_builder.build_objective(
         config.model, config.objective, corpus.special, config.seed, config.kernels.backend, count_V
     )
-    if isinstance(objective, CorruptingObjective) and objective.frozen_generator is not None:
-        objective.frozen_generator.load_state_dict(read_frozen_generator(config))
+    load_frozen_generator(objective, config)
     return objective
 
 
 def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, seed: Seed = 42) -> StepInput:
-    """Return the argument for an objective to compute the losses of all rows of a step as one batch.
+    """Return the argument with which `objective` computes the losses of a step, all its rows as one batch.
 
     `ids` are int64 [global_batch, seq_len] on the module's device. The losses are means over the tokens of these rows.
     Masks, samples and dropout are those of a run with this seed at this step (counted from 0). Settings that follow a
-    schedule have their values of the first step. Raises UserError for another tensor, or an id that is not in the
-    vocabulary.
+    schedule have their values of the first step. Raises UserError if `ids` have another dtype or shape, or are not in
+    the vocabulary.
     """
     if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.numel():
         raise UserError(
@@ -298,10 +295,11 @@ def step_input(objective: Objective, ids: torch.Tensor, step: NonNegative = 0, s
 def load_weights(
     module: Objective | ElectraTowers, run_dir: str | Path, step: NonNegative | Literal["best"] | None = None
 ) -> int:
-    """Copy a checkpoint's verified weights into a module built from the run's config; return the checkpoint's step.
+    """Copy a checkpoint's weights, after a check of their digests, into a module built from the run's config.
 
-    `step` selects the checkpoint: a number, "best" on held-out rows, or None for the newest undamaged one. Raises
-    UserError if `run_dir` is not a run, has no such undamaged checkpoint, or has parameters of other names or shapes.
+    `step` selects the checkpoint: a number, "best" on held-out rows, or None for the newest undamaged one. Returns the
+    step of that checkpoint. Raises UserError if `run_dir` is not a run, has no such undamaged checkpoint, or has
+    parameters of other names or shapes.
     """
     run = load_run_weights(Path(run_dir), "newest" if step is None else step)
     prefix = "" if isinstance(module, Objective) else "towers."
@@ -324,19 +322,20 @@ def load(
 ) -> Pretrained:
     """Load the discriminator or the generator of a pretrained model, with its tokenizer.
 
-    `.tokenizer.encode(texts)` of the result gives token ids; `.backbone()` is a torch module from ids to states.
     `model` is a run folder, a Hugging Face folder, "ORG/NAME" or "ORG/NAME@REVISION" on the Hub, or
     "random:CONFIG.yaml" for random weights. A Hugging Face folder holds one tower, which the default loads even if it
-    is a generator. `step` is as for `load_weights`.
+    is a generator. `step` is as for `load_weights`. Of the result, `.tokenizer.encode(texts)` gives token ids, and
+    `.backbone()` is a torch module from ids to states.
     """
     return load_pretrained(str(model), tower, step=step)
 
 
 def metrics(run_dir: str | Path, kind: Literal["train", "eval"] = "train") -> dict[str, list[Any]]:
-    """Return the curves of a run as a table: the name of a metric -> its values, one for each record, oldest first.
+    """Return the curves of a run as columns: the name of a metric -> its values, oldest first.
 
-    `pandas.DataFrame` takes it as it is. "train" has the logged steps, "eval" the evaluations on held-out rows; the
-    column `step` counts optimizer steps. `electra_dist.run.metrics` describes all columns.
+    `pandas.DataFrame` takes them as they are. With kind "train" there is a row for each logged step, with "eval" one
+    for each evaluation on held-out rows; the column `step` counts optimizer steps. `electra_dist.run.metrics`
+    describes all columns.
     """
     open_run(run_dir)  # refuses a folder that holds no run
     records = iter_steps(Path(run_dir)) if kind == "train" else iter_evaluations(Path(run_dir))
@@ -354,7 +353,7 @@ def score_texts(model: Pretrained, texts: Sequence[Text]) -> list[TextScore]:
 
 
 def replaced_probability(model: Pretrained, texts: Sequence[Text]) -> list[list[tuple[str, float]]]:
-    """Return the tokens of each text with the probability, in [0, 1], that each was replaced by another one.
+    """Return for each text its tokens, each with the discriminator's probability that it was replaced, in [0, 1].
 
     Raises UserError if the model came without its pretraining head or does not detect replaced tokens.
     """

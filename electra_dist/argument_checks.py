@@ -28,8 +28,8 @@ _LONGEST_VALUE = 60  # characters of a value in a message
 _MESSAGE_BEGINS = re.compile("^(Input should be|Value error,) ")  # of pydantic's messages
 
 
-def _unicode(text: str) -> str:
-    """Return a text unchanged; raise ValueError if it is not valid Unicode, which tokenizers cannot read."""
+def _valid_unicode(text: str) -> str:
+    """Return `text`; raise ValueError if it has half of a surrogate pair, which tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -37,7 +37,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
+Text = Annotated[str, AfterValidator(_valid_unicode)]
 
 
 class WrongArgument(UserError, ValueError):
@@ -51,7 +51,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @functools.cache
     def arguments_model() -> type[BaseModel]:
         hints = get_type_hints(function, include_extras=True)
-        fields: dict[str, Any] = {name: (_kind(hints[name]), None) for name in signature.parameters if name in hints}
+        parameters = [name for name in signature.parameters if name in hints]
+        fields: dict[str, Any] = {name: (_validated_type(hints[name]), None) for name in parameters}
         return create_model(
             function.__name__, __config__=ConfigDict(strict=True, arbitrary_types_allowed=True), **fields
         )
@@ -63,7 +64,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError:
             return function(*args, **kwargs)  # Python names the argument that is missing or one too many
         for name, value in bound.arguments.items():
-            bound.arguments[name] = _plain(value)
+            bound.arguments[name] = _without_numpy(value)
         try:
             arguments_model().model_validate(bound.arguments)
         except ValidationError as error:
@@ -73,14 +74,19 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _kind(hint: Any) -> Any:
+def _validated_type(hint: Any) -> Any:
+    """Return the type by which pydantic checks an argument that is annotated with `hint`.
+
+    For a pydantic model or a dataclass, only the class is checked, because its fields were checked when it was made.
+    """
     if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(_kind(part) for part in get_args(hint))]  # noqa: UP007
-    is_section = isinstance(hint, type) and issubclass(hint, BaseModel)
-    return InstanceOf[hint] if is_section or dataclasses.is_dataclass(hint) else hint  # type: ignore[misc]
+        return Union[tuple(_validated_type(part) for part in get_args(hint))]  # noqa: UP007
+    is_model = isinstance(hint, type) and issubclass(hint, BaseModel)
+    return InstanceOf[hint] if is_model or dataclasses.is_dataclass(hint) else hint  # type: ignore[misc]
 
 
-def _plain(value: Any) -> Any:
+def _without_numpy(value: Any) -> Any:
+    """Convert a number of NumPy to Python's int or float; return any other value unchanged."""
     if isinstance(value, numbers.Integral) and not isinstance(value, int):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
@@ -89,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _explain(function: str, faults: list[ErrorDetails]) -> str:
-    """Return one line about the first wrong argument of a call; `faults` has an entry for each type of a union."""
+    """Return the message about the first wrong argument of a call; `faults` has an entry for each type of a union."""
     first = faults[0]
     argument, *places = first["loc"]
     if first["type"] == "sequence_str":

@@ -22,9 +22,11 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
 
 
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
-    """Return the GPUs that CUDA shows to a process, in CUDA's order: numbers, UUIDs, or one MIG part ("MIG-...").
-    As in CUDA, the list ends before the first invalid entry, is empty if a GPU is named twice, and contains at most
-    one MIG part, the first. If the node's GPUs are not known, every entry counts as valid.
+    """Return the GPUs that CUDA shows to a process with these environment variables, in CUDA's order.
+
+    A GPU is named by its number or UUID, a part of one (MIG) by "MIG-...". As in CUDA, the list ends before the first
+    invalid entry of CUDA_VISIBLE_DEVICES, is empty if a GPU is named twice, and contains at most one MIG part, the
+    first. If the node's GPUs are not known, every entry counts as valid.
     """
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:
@@ -48,17 +50,17 @@ def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> l
 
 
 def num_gpus(root: Path = Path("/")) -> int:
-    """Return how many NVIDIA GPUs this machine or container can open, whatever CUDA_VISIBLE_DEVICES shows."""
+    """Return how many NVIDIA GPUs this machine or container has, those that CUDA_VISIBLE_DEVICES hides included."""
     return len(_gpus(root))
 
 
 def hides_all_gpus(environment: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES asks for no GPU: it is empty, or begins with a negative number."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: it is set, and empty or begins with a negative number."""
     return re.match(r"\s*(-\d|$)", environment.get(VISIBLE_DEVICES, "0")) is not None
 
 
 def _whole_uuid(beginning: str, uuids: list[str]) -> str:
-    """Complete an abbreviated GPU UUID. Return it unchanged if UUIDs are not known, "" if none or several match."""
+    """Complete the beginning of a GPU's UUID: "" if none or several match, unchanged if UUIDs are not known."""
     if not beginning.startswith("GPU-"):
         return ""
     if "" in uuids or not uuids:
@@ -76,7 +78,8 @@ def _device_number(entry: str, uuids: list[str]) -> str:
 
 
 def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> frozenset[int]:
-    """Bind this process to the CPU cores near its GPU; return the cores that the process may use afterwards.
+    """Bind this process to the CPU cores near its GPU; return the numbers of the cores that it may use afterwards.
+
     Its GPU is number `local_rank` of `visible_devices`. Call it before threads are started: a thread keeps the cores
     that it was started with.
     """
@@ -88,7 +91,7 @@ def bind_to_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Pa
 
 
 def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path = Path("/")) -> set[int]:
-    """Return the CPU cores of the NUMA node of a rank's GPU; an empty set if they are not known."""
+    """Return the numbers of the CPU cores on the NUMA node of a rank's GPU; an empty set if they are not known."""
     names = visible_devices(environment, root)
     if local_rank >= len(names):
         return set()
@@ -102,6 +105,7 @@ def cores_near_gpu(local_rank: int, environment: Mapping[str, str], root: Path =
 
 def _gpus(root: Path) -> dict[str, str]:
     """Return the NVIDIA GPUs that can be opened, as PCI address -> UUID ("" if not reported), in order of addresses.
+
     The driver lists all GPUs of the machine, but a container may have device files of only some. If the driver lists
     none, each device file /dev/nvidiaN counts as a GPU, and its path stands in place of the address.
     """

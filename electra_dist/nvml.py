@@ -140,7 +140,10 @@ class GpuProbe:
 
 
 def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
-    """Return the devices that `names` (CUDA_VISIBLE_DEVICES) lists by number, UUID prefix or MIG part; None: all."""
+    """Return the devices that CUDA_VISIBLE_DEVICES names, all if it is not set.
+
+    `names` is its value: numbers, beginnings of UUIDs, or parts of GPUs (MIG), separated by commas.
+    """
     if names is None:
         return list(devices)
     uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
@@ -261,8 +264,9 @@ def _nvlinks(handle: Any) -> tuple[bool, ...]:
 
 
 def _query(function: str, *args: Any) -> Any:
-    """Call an NVML function by name; return None if pynvml lacks the function, or the GPU does not report the value.
-    A lost GPU, whose handle is None, reports nothing.
+    """Call an NVML function by name; return None if pynvml lacks it, or the GPU does not report the value.
+
+    The first argument of most functions is a GPU's handle. It is None for a lost GPU, which reports nothing.
     """
     nvml_function = getattr(pynvml, function, None)
     is_lost = len(args) > 0 and args[0] is None

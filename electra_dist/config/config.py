@@ -33,7 +33,7 @@ class Config(AllSections):
 
     @model_validator(mode="after")
     def _obeys_the_rules(self) -> Config:
-        """Refuse a config that contradicts itself; the error names the section with the first contradiction."""
+        """Raise ValidationError for the first contradiction between keys; it names the section of the keys."""
         for section, message in contradictions(self):
             fault = PydanticCustomError("value_error", "{message}", {"message": message})
             place = (section,) if section else ()
@@ -51,10 +51,11 @@ class Config(AllSections):
         )
 
     def for_ranks(self, num_ranks: int) -> tuple[Config, list[str]]:
-        """Reduce the micro-batch if it does not divide the rows that a rank has in a step; also return log lines.
+        """Return the config for a run on `num_ranks` ranks, and log lines about a change.
 
-        The global batch stays, so every step has the same rows on any number of ranks. If the ranks cannot share the
-        batch evenly, the config is returned unchanged, and `rules.check_world_size` then raises an error.
+        A micro-batch that does not divide the rows of a rank is reduced to one that does. The global batch stays, so
+        every step has the same rows on any number of ranks. If the ranks cannot share the batch evenly, the config is
+        returned unchanged; `rules.check_world_size` raises the error.
         """
         train = self.train
         size = train.fitting_micro_batch(num_ranks)  # 0 if no micro-batch fits
@@ -93,7 +94,7 @@ class Config(AllSections):
         if self.data.phases:
             # The corpora of the phases are left out, like data.corpus: a run records their fingerprints separately.
             data["phase_steps"] = [phase.from_step for phase in self.data.phases]
-        identity = {
+        return {
             "seed": tree["seed"],
             "model": _model_identity(tree["model"]),
             "objective": objective,
@@ -102,7 +103,6 @@ class Config(AllSections):
             "train": {key: tree["train"][key] for key in train_keys},
             "numerics": numerics,
         }
-        return identity
 
     def _optimizer_identity(self) -> dict[str, Any]:
         excluded = {"implementation", "generator"}
@@ -118,7 +118,7 @@ class Config(AllSections):
         return hashlib.sha256(canonical_json(self.identity(numerics)).encode()).hexdigest()
 
     def older_identities(self) -> dict[int, str]:
-        """Return the `identity_sha256` that older programs would record for this config: `NUMERICS` -> digest."""
+        """Return the digests that programs with an older `NUMERICS` recorded for this config: `NUMERICS` -> digest."""
         return {numerics: self.identity_sha256(numerics) for numerics in range(1, self.numerics)}
 
 
@@ -133,9 +133,10 @@ _NEW_DEFAULTS = (
 
 
 def _model_identity(section: dict[str, Any]) -> dict[str, Any]:
-    """Return the section `model` for the identity.
+    """Return the part of section `model` that belongs to a config's identity.
 
-    If the architecture is `bert`, the keys that only `modern` uses are removed, so that old digests stay the same.
+    With the architecture `bert` the keys that only `modern` uses are left out, so that the digests of older runs stay
+    the same.
     """
     section = {key: value for key, value in section.items() if (key, value) not in _NEW_DEFAULTS}
     if section["architecture"] != "bert":

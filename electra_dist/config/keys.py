@@ -52,10 +52,10 @@ NAMES_ELSEWHERE = {
 
 
 def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the field of every key below a section, by its dotted key; a section comes before its keys.
+    """Return all keys of a config class and of the sections within it, as dotted key -> field.
 
-    In such a key, [] stands for the elements of a list of sections, as in "data.phases[].corpus", and * for those of a
-    mapping, as in "tasks.*.seeds".
+    A section comes before its keys. In a key, [] stands for the elements of a list of sections, as in
+    "data.phases[].corpus", and * for those of a mapping, as in "tasks.*.seeds".
     """
     found: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():
@@ -69,10 +69,10 @@ def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def nearest_key(section: str, name: str, known: Collection[str]) -> str | None:
-    """Return the key that somebody who wrote `name` has probably meant; None if no key of `known` is near.
+    """Return the key that somebody probably meant who wrote the unknown key `name` in `section`; None if none is near.
 
-    It is the key for which another tool has this name, the only key of this name outside of inner sections, or a key
-    of `section` ("" for a key without a section) with a similar name.
+    It is the key of `known` for which another tool has this name, the only key of this name in another section, or a
+    key of the same section with a similar name. `section` is "" at the top of the config.
     """
     for key in NAMES_ELSEWHERE.get(name, ()):
         if key in known:
@@ -87,7 +87,7 @@ def nearest_key(section: str, name: str, known: Collection[str]) -> str | None:
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a field's type, such as SECTION in `tuple[SECTION, ...]`; None for a plain type."""
+    """Return the config section in a field's type, such as S in `tuple[S, ...]`; None if the type contains none."""
     for part in (annotation, *get_args(annotation)):
         kind = get_args(part)[0] if get_origin(part) is Annotated else part
         if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -52,7 +52,7 @@ _MERGE_KEY = "<<"  # YAML's own key, which may occur several times in a mapping
 
 @patient
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, patience: Patience | None = None) -> Config:
-    """Read and validate the config file `path`, changed by overrides such as "train.micro_batch=32" (values are YAML).
+    """Read and validate a config file with overrides, such as "train.micro_batch=32", whose values are YAML.
 
     A path configs/NAME that does not exist is taken from the files that come with the package. A later override
     replaces an earlier one. Raises UserError with one line that names the file (or --set), the key and the next step.
@@ -68,7 +68,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, patience: Pa
 
 
 def load_section(path: Path, kind: type[S]) -> S:
-    """Read a section of class `kind` from a YAML file that has only the keys of this section, without `extends`."""
+    """Read a section of class `kind` from a YAML file that holds the keys of this section and nothing else.
+
+    Raises UserError for an invalid file. `extends` is an unknown key here.
+    """
     path = find_config_file(path)
     tree = read_yaml(path)
     try:
@@ -97,7 +100,10 @@ def dump_yaml(config: Config) -> str:
 
 
 def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[BaseModel] = Config) -> str:
-    """Return one line about the first mistake that validation found, and the number of other mistakes."""
+    """Return one line about the first mistake that validation found, with the number of other mistakes.
+
+    `layers` are the files and overrides that the config was merged from; the line names the one with the mistake.
+    """
     faults = error.errors()
     # Unknown keys come first: a misspelt key also makes the right one missing.
     unknown = [fault for fault in faults if fault["type"] == _UNKNOWN_KEY]
@@ -117,7 +123,10 @@ def _explain(error: ValidationError, layers: list[tuple[str, Tree]], root: type[
 
 
 def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
-    """Return the message about an unknown key, with the key that is probably meant or all keys of its section."""
+    """Return the message about an unknown key; it names the key that is probably meant, or all keys of the section.
+
+    `location` is the key's path, such as ["train", "micro_bach"].
+    """
     unknown = ".".join(location)
     section, _, name = _general_key(root, location).rpartition(".")
     valid = [key.rpartition(".")[2] for key in fields(root) if key.rpartition(".")[0] == section]
@@ -139,7 +148,7 @@ def _explain_missing(root: type[BaseModel], location: list[str]) -> str:
 
 
 def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[ErrorDetails]) -> str:
-    """Return the message about an invalid value of a key or section. `faults` has an entry for each allowed type."""
+    """Return the message about an invalid value of a key or section; `faults` has an entry for each allowed type."""
     first = faults[0]
     key = f"`{'.'.join(location)}`: " if location else ""
     reason = " or ".join(_reason(fault) for fault in faults)
@@ -151,13 +160,16 @@ def _explain_invalid(root: type[BaseModel], location: list[str], faults: list[Er
 
 
 def _meaning(root: type[BaseModel], location: list[str]) -> str:
-    """Return a key's description to end an error message with, such as ". micro_batch: Rows ..."; "" if none."""
+    """Return the end of an error message, a key with its description: ". micro_batch: Rows ..."; "" if it has none."""
     field = fields(root).get(_general_key(root, location))
     return f". {location[-1]}: {field.description}" if field and field.description else ""
 
 
 def _general_key(root: type[BaseModel], location: Sequence[str]) -> str:
-    """Return the key under which `keys.fields` lists the place of a value, such as `data.phases[].corpus`."""
+    """Return the general name of a value's place: ["data", "phases", "0", "corpus"] is in `data.phases[].corpus`.
+
+    `keys.fields` lists the fields of a config under these names.
+    """
     known = fields(root)
     key = ""
     for part in location:
@@ -177,19 +189,16 @@ def _reason(fault: ErrorDetails) -> str:
 
 
 def _key_path(fault: ErrorDetails) -> list[str]:
-    """Return the path of the invalid key, without the type names that pydantic adds to the path for a union type."""
+    """Return the path of the invalid key, without the names of types that pydantic adds for a union."""
     parts = [str(part) for part in fault["loc"]]
     types = ("constrained-", "literal[", NUMBER_TAG, SCHEDULE_TAG)
     return [part for part in parts if not part.startswith(types)]
 
 
 def _layer_of(layers: list[tuple[str, Tree]], location: Sequence[str]) -> str:
-    """Return the name of the last layer (file or `--set`) that sets a key; if none does, the last layer's name."""
-    for name, tree in reversed(layers):
-        if _contains(tree, location):
-            return name
+    """Return the name (file or `--set`) of the last layer that sets a key; if none does, the last layer's name."""
     topmost_name, _ = layers[-1]
-    return topmost_name
+    return next((name for name, tree in reversed(layers) if _contains(tree, location)), topmost_name)
 
 
 def _contains(tree: Tree, location: Sequence[str]) -> bool:
@@ -223,19 +232,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def find_config_file(path: Path) -> Path:
-    """Return `path`, or the packaged config file if `path` is configs/NAME and does not exist.
+    """Return `path`, or the config file that comes with the package if `path` is configs/NAME and does not exist.
 
-    Packaged files are found from every working directory, so that `--config configs/small.yaml` needs no
-    checkout.
+    So `--config configs/small.yaml` works in every working directory.
     """
-    if path.exists():
-        return path
-    shipped = _shipped_file(path)
-    return path if shipped is None else shipped
+    return path if path.exists() else _shipped_file(path) or path
 
 
 def _shipped_file(path: Path) -> Path | None:
-    """Return the packaged config file for a relative path configs/NAME; None for other paths and unknown names."""
+    """Return the file that comes with the package for a relative path configs/NAME; None if there is none."""
     if path.is_absolute() or path.parts[:1] != (CONFIGS_DIR,):
         return None
     package = Path(__file__).resolve().parents[1]
@@ -248,7 +253,10 @@ def _shipped_file(path: Path) -> Path | None:
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
-    """Return a config's layers, base file first and overrides last, each as (file path or `--set`, tree of keys)."""
+    """Read a config file, all files that it extends, and the overrides, each as (file path or `--set`, tree of keys).
+
+    A later one replaces values of an earlier one: first comes the file that extends no other, last the overrides.
+    """
     layers = [(_OVERRIDE, parse_override(text)) for text in overrides]
     chain: list[Path] = []
     next_path: Path | None = find_config_file(path)
@@ -262,7 +270,10 @@ def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
 
 
 def _check_chain(chain: Sequence[Path], path: Path) -> None:
-    """Raise UserError if `path`, which the last file of `chain` extends, does not exist or is already in `chain`."""
+    """Raise UserError if `path` does not exist or is already in `chain`, the files of which each extends the next.
+
+    The last file of the chain extends `path`.
+    """
     names = " -> ".join(str(file) for file in (*chain, path))
     # `Path.resolve` raises for a loop of links, of which the next line says that there is no file.
     if os.path.realpath(path) in [os.path.realpath(file) for file in chain]:
@@ -272,7 +283,7 @@ def _check_chain(chain: Sequence[Path], path: Path) -> None:
 
 
 def _base_of(path: Path, name: object) -> Path | None:
-    """Return the file `name` that config file `path` extends, beside `path` or packaged; None if `name` is None."""
+    """Return the file that config file `path` extends: `name` beside it or in the package; None if `name` is None."""
     if name is None:
         return None
     if not isinstance(name, str):
@@ -280,10 +291,7 @@ def _base_of(path: Path, name: object) -> Path | None:
             f"{path}: extends: expected the path of one YAML file, not {name!r}; write extends: defaults.yaml"
         )
     base = path.parent / name
-    if base.exists():
-        return base
-    shipped = _shipped_file(Path(name))
-    return base if shipped is None else shipped
+    return base if base.exists() else _shipped_file(Path(name)) or base
 
 
 def read_yaml(path: Path) -> Tree:
@@ -329,7 +337,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _check_nodes(root: yaml.Node) -> None:
-    """Raise YAMLError for too many levels, too many values, or a value that cannot be used.
+    """Raise YAMLError if a document is nested too deeply, has too many values, or has one that cannot be used.
 
     A node counts again for each alias (`*name`) or merge key (`<<`) that names it. A short text that would expand to
     a huge value is thus refused before it is expanded.

@@ -39,10 +39,7 @@ def reference() -> str:
 
 
 def _tables(root: type[BaseModel], title: str) -> list[str]:
-    """Return a Markdown table for a section and for each section within it.
-
-    `title` is the title of the first table, with the section's own keys.
-    """
+    """Return the Markdown tables of a config class: one of its own keys, with `title`, and one of each section."""
     rows: dict[str, list[str]] = {"": []}  # by section of the root
     schedules = set()
     for key, field in fields(root).items():
@@ -58,7 +55,7 @@ def _tables(root: type[BaseModel], title: str) -> list[str]:
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    cells = [f"`{key}`<br>{_values(field)}", field.description or ""]
+    cells = [f"`{key}`<br>{_type_and_default(field)}", field.description or ""]
     escaped = [cell.replace("|", "\\|") for cell in cells]  # a bare | would end the cell
     return "| " + " | ".join(escaped) + " |"
 
@@ -69,8 +66,8 @@ def _table(title: str, rows: list[str], introduction: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _values(field: FieldInfo) -> str:
-    """Return the type and the default of a key; a default that is one of the listed choices is bold among them."""
+def _type_and_default(field: FieldInfo) -> str:
+    """Return a key's type and default as Markdown, such as "`int`, `42`"; in a list of choices the default is bold."""
     kind = _type_name(field.annotation)
     default = _default(field)
     if get_origin(field.annotation) is Literal and default in kind:

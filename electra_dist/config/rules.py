@@ -47,9 +47,9 @@ _LAST_RANKS_SHOWN = 3
 
 
 def contradictions(config: AllSections) -> Iterator[tuple[str, str]]:
-    """Yield each contradiction of a config as (name of the section that it is within, message).
+    """Yield each contradiction of a config as (section whose keys contradict each other, message).
 
-    The name is empty for a contradiction between sections.
+    The name of the section is empty for a contradiction between keys of different sections.
     """
     within = {
         "model": _within_model(config.model),
@@ -64,7 +64,7 @@ def contradictions(config: AllSections) -> Iterator[tuple[str, str]]:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise ValueError if a section `model` that stands alone, without a config, contradicts itself."""
+    """Raise ValueError if a section `model` contradicts itself, for a model that has no whole config."""
     for message in _within_model(model):
         raise ValueError(message)
 
@@ -232,7 +232,7 @@ def _between_sections(config: AllSections) -> Iterator[str]:
 
 
 def _attention(config: AllSections) -> Iterator[str]:
-    """Yield contradictions between the attention backend and the architecture, objective or rows."""
+    """Yield a line for each contradiction between attention and the architecture, the objective or the rows."""
     model, engine = config.model, config.engine
     is_one_way = config.objective.facts.has_cloze_generator
     if engine.attention in ("flash3", "flex") and (model.largest_attention_dropout or is_one_way):
@@ -266,7 +266,7 @@ def _attention(config: AllSections) -> Iterator[str]:
 
 
 def _sharing(model: ModelConfig, objective: ObjectiveConfig) -> Iterator[str]:
-    """Yield contradictions between the objective and the shapes of the towers or the weights that they share."""
+    """Yield a line for each contradiction between the objective and the towers' shapes or shared weights."""
     if objective.generator_only_steps:
         has_same_layers = model.generator == model.discriminator
         if not has_same_layers or model.generator_embedding_width != model.embedding_size:
@@ -298,7 +298,7 @@ def _sharing(model: ModelConfig, objective: ObjectiveConfig) -> Iterator[str]:
 
 
 def _optimizer(optimizer: OptimizerConfig, zero_stage: int) -> Iterator[str]:
-    """Yield contradictions between the optimizer and its implementation or the ZeRO stage."""
+    """Yield a line for each contradiction between the optimizer and its implementation or the ZeRO stage."""
     facts = optimizer.facts
     if facts.needs_whole_parameters and zero_stage > 0:
         yield (
@@ -362,10 +362,10 @@ def check_world_size(train: TrainConfig, world_size: int) -> None:
 
 
 def check_targets_are_separate(config: AllSections) -> None:
-    """Raise UserError if two checkpoint targets overlap, or if a target holds other files of the run.
+    """Raise UserError if two places for checkpoints overlap, or if one of them holds other files of the run.
 
-    Links are followed. Each start of the run reserves its number in every target; in a place that is named twice, the
-    second reservation would always fail. Call it at every start, because targets may change at a restart.
+    Call it at every start, because `checkpoint.targets` may change at a restart. Each start of the run reserves its
+    number in every place; in a place that is named twice, the second reservation would always fail.
     """
     targets = [(url, _place(url, config.checkpoint.endpoint_url)) for url in config.checkpoint_urls]
     for (url, place), (other_url, other_place) in itertools.combinations(targets, 2):
@@ -389,14 +389,14 @@ def check_targets_are_separate(config: AllSections) -> None:
 
 
 def _is_within(place: tuple[str, ...], folder: tuple[str, ...]) -> bool:
-    """Return whether a place, split into its parts by `_place`, is `folder` or lies in it."""
+    """Return whether `place` is `folder` or lies in it; both are split into parts by `_place`."""
     return place[: len(folder)] == folder
 
 
 def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield the places that the run uses beside its targets, as (name, parts of the path, includes its content).
+    """Yield the places that hold other files of the run, as (name for messages, parts of the path, covers content).
 
-    The third element says whether every place within counts as used, too.
+    The third element says whether every place within it counts as used, too.
     """
     yield "run_dir", _place(config.run_dir), False
     for name in RUN_FOLDERS:
@@ -410,10 +410,7 @@ def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bo
 
 
 def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
-    """Split a path or a URL into its parts.
-
-    Links are followed, and all spellings of one place give equal parts.
-    """
+    """Split a path or a URL into parts, which are equal for all spellings of one place; links are followed."""
     scheme, separator, place = url.partition("://")
     if separator and scheme != "file":
         return (scheme, (endpoint_url or "").rstrip("/"), *(part for part in place.split("/") if part))

@@ -31,9 +31,9 @@ SCHEDULE_TAG = "a schedule"
 
 
 class Schedule(Section, Generic[Number]):
-    """Value that changes over a run from one number to another, along an exponential, a line, a half cosine or a step.
+    """Config value that changes over a run from one number to another: by a curve, along a line, or in one step.
 
-    The type parameter is the type, with limits, of both numbers.
+    The type parameter is the type of both numbers, with their limits.
     """
 
     start: Number = Field(alias="from", description="Value at the first step.")
@@ -107,7 +107,7 @@ FractionOrSchedule = Annotated[
 
 
 def value_at(value: NumberOrSchedule, progress: float) -> float:
-    """Return the plain or scheduled value of a config key at step t, where `progress` = t / num_steps is in [0, 1]."""
+    """Return the number that a plain or scheduled config value has at step t; `progress` is t / num_steps."""
     if not isinstance(value, Schedule):
         return value
     start = float(value.start)
@@ -143,7 +143,7 @@ def mean_value(value: NumberOrSchedule) -> float:
 
 
 def largest_value(value: NumberOrSchedule) -> float:
-    """Return the largest value that a config key may have during a run."""
+    """Return a bound that a plain or scheduled config value never exceeds during a run: the larger of its ends."""
     if not isinstance(value, Schedule):
         return value
     return max(float(value.start), float(value.end))

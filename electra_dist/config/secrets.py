@@ -30,7 +30,7 @@ _PASSWORD_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def without_secrets(tree: Any, key: str = "") -> Any:
-    """Return a config as a tree of dicts, lists and plain values, with `HIDDEN` in place of its secrets.
+    """Return a copy of a config, given as dicts, lists and plain values, with `HIDDEN` in place of its secrets.
 
     Keys of the tree may be dotted, such as "cluster.notify". If `tree` is a part of a config, `key` is its dotted key.
     """
@@ -55,7 +55,7 @@ def without_secret_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def hide_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return config overrides with their secrets hidden, for the command line of a new process.
+    """Return config overrides with `HIDDEN` for each secret, to be put on the command line of a new process.
 
     If there are secrets, the unchanged overrides are put into an environment variable of this process. The new process
     inherits the variable, and `whole_overrides` reads the overrides from it.
@@ -67,6 +67,9 @@ def hide_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def whole_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return this process's overrides with the secrets that its parent has put into an environment variable."""
+    """Return the overrides of this process's command line with their secrets, from the variable of `hide_overrides`.
+
+    Overrides that are not those of the variable are returned as they are.
+    """
     whole: list[str] = json.loads(os.environ.get(_VARIABLE, "[]"))
     return whole if without_secret_arguments(whole) == list(overrides) else list(overrides)

@@ -71,29 +71,27 @@ def activation_bytes_per_row(
     activations at a time.
     """
     value_bytes = 4 if precision == "fp32" else 2
-    discriminator = float(_network(model, model.discriminator, model.embedding_size, recompute) * value_bytes)
-    discriminator += _statistics(model, model.discriminator, recompute)
-    discriminator += _large_head(model, objective, seq_len) * value_bytes
-    largest_gradients = _gradients_of_a_layer(model, model.discriminator, recompute) * value_bytes
-
-    num_generators = 2 if objective.facts.has_cloze_generator else 1
+    # All numbers are bytes per token: what a network keeps, and with it what the backward pass of a layer adds.
+    discriminator = _kept_bytes(model, model.discriminator, model.embedding_size, recompute, value_bytes)
+    discriminator += value_bytes * _discriminator_head_values(model, objective, seq_len)
+    discriminator_peak = discriminator + value_bytes * _layer_gradient_values(model, model.discriminator, recompute)
     generator = 0.0
-    generator_gradients = 0.0
+    generator_peak = 0.0
     if objective.trains_generator:
+        num_networks = 2 if objective.facts.has_cloze_generator else 1
         width = model.generator_embedding_width
-        generator = num_generators * _network(model, model.generator, width, recompute) * value_bytes
-        generator += num_generators * _statistics(model, model.generator, recompute)
-        generator += _generator_head(model, objective, seq_len) * value_bytes
-        generator_gradients = _gradients_of_a_layer(model, model.generator, recompute) * value_bytes
+        generator = num_networks * _kept_bytes(model, model.generator, width, recompute, value_bytes)
+        generator += value_bytes * _generator_head_values(model, objective, seq_len)
+        generator_peak = generator + value_bytes * _layer_gradient_values(model, model.generator, recompute)
     if objective.generator_only_steps:
         # The generator trains alone first; later it is frozen and keeps nothing.
-        per_token = max(generator + generator_gradients, discriminator + largest_gradients)
+        peak = max(generator_peak, discriminator_peak)
     else:
-        per_token = generator + discriminator + largest_gradients
+        peak = generator + discriminator_peak
     # FlashAttention, which a GPU takes in 16 bits, needs no bias of [seq_len, seq_len] in every row.
     has_bias = precision == "fp32" or objective.facts.has_cloze_generator
     attention_bias = seq_len * value_bytes if has_bias else 0
-    return seq_len * (per_token + attention_bias)
+    return seq_len * (peak + attention_bias)
 
 
 def micro_batch_limit(config: Config, memory_gb: float, recompute: bool | None = None) -> MicroBatchLimit:
@@ -128,39 +126,39 @@ def micro_batch_limit(config: Config, memory_gb: float, recompute: bool | None =
     return MicroBatchLimit(max(fitting_sizes, default=0), fitting_rows, row_bytes, fixed_bytes)
 
 
-def _network(model: ModelConfig, tower: TowerConfig, embedding_width: int, recompute: bool) -> int:
-    """Return how many values per token a network and its embeddings keep for the backward pass.
+def _kept_bytes(
+    model: ModelConfig, tower: TowerConfig, embedding_width: int, recompute: bool, value_bytes: int
+) -> float:
+    """Return the bytes per token that a network and its embeddings keep for the backward pass.
 
     A layer keeps 8 x hidden values: its input (1), query, key and value (3), the attention's output before and after
     its projection (2), the first LayerNorm's output (1) and the feed-forward network's output (1). It also keeps
     2 x intermediate: the feed-forward network's inner values before and after GELU. With the architecture `modern` it
-    keeps 3 x intermediate: inner values, gates, and what GELU makes of both.
+    keeps 3 x intermediate: inner values, gates, and what GELU makes of both. With `recompute` it keeps its input only.
 
     The embeddings keep the sum of the three tables' entries, and the input of a projection to `hidden` if there is
     one. Their dropout factors are not kept: the backward pass draws them again.
     """
     hidden = tower.hidden_size
-    per_layer = hidden if recompute else 8 * hidden + _num_inner(model) * tower.intermediate_size
-    embeddings = embedding_width
-    if embedding_width != hidden:
-        embeddings += embedding_width
-    return embeddings + tower.num_layers * per_layer
+    embedding_values = embedding_width if embedding_width == hidden else 2 * embedding_width
+    layer_values = hidden
+    layer_statistics = 0  # in fp32
+    if not recompute:
+        layer_values = 8 * hidden + _kept_inner_values(model, tower)
+        layer_statistics = tower.num_heads + 2 * 2  # log-sum-exp of each head; mean and variance of two LayerNorms
+    kept_bytes = value_bytes * (embedding_values + tower.num_layers * layer_values)
+    kept_bytes += 4 * tower.num_layers * layer_statistics
+    if model.architecture == "modern":
+        # fp32 cosines and sines of global and of local layers, for half the features of a head. All layers share them.
+        kept_bytes += 8 * (hidden // tower.num_heads)
+    return float(kept_bytes)
 
 
-def _statistics(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
-    """Return the bytes per token of the fp32 numbers that a network's layers keep for the backward pass.
-
-    A layer keeps the log-sum-exp of each attention head, and mean and variance of two LayerNorms. With `recompute` it
-    keeps none. With the architecture `modern` all layers share the rotations of positions.
-    """
-    # Cosines and sines of global and of local layers, for half the features of a head.
-    rotations = 8 * (tower.hidden_size // tower.num_heads) if model.architecture == "modern" else 0
-    if recompute:
-        return rotations
-    return tower.num_layers * 4 * (tower.num_heads + 2 * 2) + rotations
+def _kept_inner_values(model: ModelConfig, tower: TowerConfig) -> int:
+    return (3 if model.architecture == "modern" else 2) * tower.intermediate_size
 
 
-def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
+def _layer_gradient_values(model: ModelConfig, tower: TowerConfig, recompute: bool) -> int:
     """Return how many values per token the backward pass of one layer needs in addition to the kept activations.
 
     The peak is in the second matrix product of the feed-forward network. At this point three gradients are alive: that
@@ -171,21 +169,18 @@ def _gradients_of_a_layer(model: ModelConfig, tower: TowerConfig, recompute: boo
     hidden = tower.hidden_size
     gradients = hidden + tower.intermediate_size
     if recompute:
-        return gradients + 7 * hidden + _num_inner(model) * tower.intermediate_size
+        # A layer's activations are computed again, except its input, which is kept.
+        return gradients + 7 * hidden + _kept_inner_values(model, tower)
     return gradients
 
 
-def _num_inner(model: ModelConfig) -> int:
-    return 3 if model.architecture == "modern" else 2
-
-
-def _slots(objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return the largest number of masked tokens of a row (`masking.num_slots`), divided by the row's length."""
+def _masked_share(objective: ObjectiveConfig, seq_len: int) -> float:
+    """Return the largest share of a row's tokens that may be masked (`masking.num_slots` is their number)."""
     return min(max(1, int((largest_value(objective.mask_prob) + 0.005) * seq_len)), seq_len) / seq_len
 
 
-def _token_head(hidden: int, embedding_width: int) -> int:
-    """Return how many values a head that predicts tokens keeps for one predicted position.
+def _token_head_values(hidden: int, embedding_width: int) -> int:
+    """Return how many values a head that predicts tokens keeps for one token that it predicts.
 
     They are the state, the dense layer's output before and after GELU, the LayerNorm's output, and its gradient, which
     the head computes in the forward pass.
@@ -193,35 +188,36 @@ def _token_head(hidden: int, embedding_width: int) -> int:
     return hidden + 4 * embedding_width
 
 
-def _generator_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return how many values the generator's head keeps for its backward pass, per token of a row.
+def _generator_head_values(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
+    """Return how many values the generator's head keeps for its backward pass, as a mean per token of a row.
 
-    It keeps values for masked positions only, so their number is multiplied by the share of masked positions.
+    It keeps values for masked tokens only, except with the objective `electric`, which predicts all tokens.
     """
     width = model.generator_embedding_width
     if objective.facts.has_cloze_generator:
-        return float(_token_head(2 * model.generator.hidden_size, width))
-    return _slots(objective, seq_len) * _token_head(model.generator.hidden_size, width)
+        return float(_token_head_values(2 * model.generator.hidden_size, width))
+    return _masked_share(objective, seq_len) * _token_head_values(model.generator.hidden_size, width)
 
 
-def _large_head(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
-    """Return how many values per token the discriminator's head still holds during the layers' backward pass.
+def _discriminator_head_values(model: ModelConfig, objective: ObjectiveConfig, seq_len: int) -> float:
+    """Return how many values, as a mean per token, the discriminator's head keeps while its layers run backward.
 
-    A head that detects replaced tokens has freed its values by then; only one that predicts tokens holds some. With
-    `mlm` the discriminator is the only network.
+    A head that detects replaced tokens has freed its values by then; only one that predicts tokens keeps some. With
+    the objective `mlm` the discriminator is the only network.
     """
+    values = _token_head_values(model.discriminator.hidden_size, model.embedding_size)
     if objective.facts.copies_tokens:
-        return float(_token_head(model.discriminator.hidden_size, model.embedding_size))
+        return float(values)
     if objective.facts.predicts_tokens or objective.discriminator_mlm_weight:
-        return _slots(objective, seq_len) * _token_head(model.discriminator.hidden_size, model.embedding_size)
+        return _masked_share(objective, seq_len) * values
     return 0.0
 
 
 def _head_buffers(model: ModelConfig, precision: str) -> float:
-    """Return the bytes of the buffers of a head that predicts tokens.
+    """Return the bytes of the buffers of a head that predicts tokens, which do not depend on the number of rows.
 
-    They are the logits of one chunk of masked positions (HEAD_CHUNK_ROWS at a time, in the run's precision), and the
-    fp32 gradient of the token embeddings, which are the head's output matrix as well.
+    They are the logits of as many masked tokens as are computed at a time, in the run's precision, and the fp32
+    gradient of the token embeddings, which are the head's output matrix as well.
     """
     value_bytes = 4 if precision == "fp32" else 2
     logits = HEAD_CHUNK_ROWS * model.padded_vocab_size * value_bytes

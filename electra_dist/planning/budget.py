@@ -84,14 +84,14 @@ def make_budget(config: Config) -> Budget:
         accumulation={ranks: _micro_batches(config, ranks) for ranks in train.possible_ranks()},
         flops=flops_per_token,
         run_flops=run_flops(config),
-        compute=_compute(config, flops_per_token.total, tokens),
+        compute=_predict_compute(config, flops_per_token.total, tokens),
     )
 
 
 def launch_seconds(config: Config) -> float:
     """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
 
-    Their number is linear in the number of layers, which includes the generator's if the objective runs one.
+    The number of operators is estimated from the number of layers, those of a generator that runs included.
     """
     model = config.model
     num_layers = model.discriminator.num_layers
@@ -101,18 +101,16 @@ def launch_seconds(config: Config) -> float:
 
 
 def _micro_batches(config: Config, num_ranks: int) -> int:
-    """Return how many micro-batches each rank processes per step.
-
-    If `train.micro_batch` does not divide a rank's rows, the largest smaller size that does is used.
-    """
+    """Return how many micro-batches each rank processes per step; smaller ones if `train.micro_batch` does not fit."""
     train = config.train
     return train.global_batch // (num_ranks * train.fitting_micro_batch(num_ranks))
 
 
-def _compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Predict the time of a run, or return None in fp32, for which no peak of a GPU is known.
+def _predict_compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
+    """Predict how long a run over `tokens` tokens takes; None in fp32, for which no peak of a GPU is known.
 
-    A step takes the time of its FLOPs or the time to launch its operators, whichever is longer.
+    A step takes the time of its FLOPs or the time to launch its operators, whichever is longer. Raises UserError if
+    the GPU's peak is not known.
     """
     plan = config.plan
     if peak_flops(plan.gpu) is None:

@@ -68,7 +68,7 @@ def bytes_on_wire(
     persistent: int = 0,
     exchanges_fp32: bool = False,
 ) -> float:
-    """Return the bytes that each rank sends in one optimizer step, with ring collectives.
+    """Return the bytes that each rank sends in one optimizer step at a ZeRO `stage`, with ring collectives.
 
     A parameter takes 4 bytes in fp32, otherwise 2. A gradient takes 4 bytes, except in bf16 above stage 0: there it
     takes 2, unless `exchanges_fp32` is set (as `engine.py` configures it on GPUs). At stage 0 16-bit precision is
@@ -105,18 +105,18 @@ def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
 
 
 def persistent_parameters(sizes: Sequence[int]) -> int:
-    """Return how many parameters are in tensors of less than 100,000 elements, which ZeRO-3 keeps whole on every rank.
+    """Return the sum of those `sizes` of tensors that are below 100,000 elements.
 
-    DeepSpeed gathers these tensors only once per step, however many micro-batches the step has.
+    ZeRO-3 keeps such tensors whole on every rank. DeepSpeed gathers them only once per step, however many
+    micro-batches the step has.
     """
     return sum(size for size in sizes if size < _PERSISTENT)
 
 
 def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
-    """Return the seconds of one micro-batch, forward and backward.
+    """Return the seconds of one micro-batch, forward and backward: of computing it, or of launching it if longer.
 
-    It is the longer of the time to compute it and the time to launch its operators. `gpu_tokens_per_s` is the
-    throughput of one GPU that never waits for the host.
+    `gpu_tokens_per_s` is the throughput of one GPU that never waits for the host.
     """
     tokens = config.train.micro_batch * config.data.seq_len
     return max(tokens / gpu_tokens_per_s, launch_seconds(config))
@@ -196,7 +196,7 @@ class Scaled:
 
 
 def scale(config: Config, cluster: Cluster) -> list[Scaled]:
-    """Predict the run on 1, 2, 4, ... and `cluster.nodes` nodes; 6 nodes give predictions for 1, 2, 4 and 6.
+    """Predict how a run scales: its speed on 1, 2, 4, ... and `cluster.nodes` nodes, such as 1, 2, 4 and 6 nodes.
 
     A number of nodes is left out if its GPUs cannot share the global batch evenly in whole micro-batches. Raises
     UserError if `cluster.nodes` is such a number, or if the bandwidth of the GPU's links or its peak is not known.
@@ -224,10 +224,7 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
             "or train.global_batch"
         )
 
-    # A throughput that was measured takes precedence over one that is assumed.
-    gpu_tokens_per_s = cluster.gpu_tokens_per_s
-    if not gpu_tokens_per_s:
-        gpu_tokens_per_s = _assumed_tokens_per_s(config, cluster.gpu)
+    gpu_tokens_per_s = cluster.gpu_tokens_per_s or _assumed_tokens_per_s(config, cluster.gpu)
     return [_scaled(config, cluster, count, gpu_tokens_per_s) for count in fitting_counts]
 
 
@@ -244,7 +241,7 @@ def _assumed_tokens_per_s(config: Config, gpu: str) -> float:
 
 
 def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: float) -> Scaled:
-    """Predict the run on `nodes` nodes, where one GPU alone would train on `gpu_tokens_per_s` tokens per second."""
+    """Predict the run on `nodes` nodes, if one GPU alone trains on `gpu_tokens_per_s` tokens per second."""
     gpu_model = cluster.gpu.upper()
     ranks = nodes * cluster.gpus_per_node
     # As in training, a micro-batch that does not divide the rows of a rank is made smaller.

@@ -35,7 +35,7 @@ _SCRIPT_OUTPUT_SHARE = 0.15625  # share of positions at which the script counts 
 
 
 def run_flops_by_paper(config: Config) -> float | None:
-    """Return the training FLOPs of a whole run as the ELECTRA paper counts; None if its method does not cover the run.
+    """Return the training FLOPs of a whole run as the ELECTRA paper counts them; None if its method does not cover it.
 
     The method covers `mlm` (one network) and `rtd` (the discriminator, and the generator if it is trained), but not
     `model.architecture: modern`, other objectives, a frozen generator, two-stage training and joint MLM.
@@ -58,7 +58,10 @@ def run_flops_by_paper(config: Config) -> float | None:
 
 
 def _forward(config: Config, tower: TowerConfig, embedding: int, *, detects: bool) -> float:
-    """Return the forward FLOPs per token of a tower with a head that detects replaced tokens, or predicts tokens."""
+    """Return the forward FLOPs per token of a network whose embeddings are `embedding` features wide.
+
+    Its head detects replaced tokens or, if not `detects`, predicts tokens.
+    """
     hidden, vocab, seq_len = tower.hidden_size, config.model.vocab_size, config.data.seq_len
     layers = tower.num_layers * _layer(tower, seq_len)
     return layers + _embeddings(hidden, embedding, vocab, seq_len) + _head(hidden, embedding, vocab, detects)
@@ -82,7 +85,7 @@ def _layer(tower: TowerConfig, seq_len: int) -> int:
 
 
 def _embeddings(hidden: int, embedding: int, vocab: int, seq_len: int) -> int:
-    """Return the forward FLOPs per token of the embeddings, as get_embedding_flops in the script."""
+    """Return the forward FLOPs per token of embeddings of width `embedding`, as get_embedding_flops in the script."""
     look_ups = 2 * embedding * (vocab + seq_len + _NUM_SEGMENTS)
     flops = look_ups + (2 * _SUM + LAYER_NORM + DROPOUT) * embedding
     if embedding != hidden:
@@ -91,7 +94,10 @@ def _embeddings(hidden: int, embedding: int, vocab: int, seq_len: int) -> int:
 
 
 def _head(hidden: int, embedding: int, vocab: int, detects: bool) -> float:
-    """Return the forward FLOPs per token of a head with one logit, or over the vocabulary at a share of positions."""
+    """Return the forward FLOPs per token of a head with one logit (`detects`), or over the vocabulary.
+
+    The latter counts at the share of positions at which the paper's script counts it.
+    """
     if detects:
         return 2 * hidden * hidden + (_BIAS + GELU) * hidden + 2 * hidden
     dense = 2 * hidden * embedding + (_BIAS + GELU + LAYER_NORM) * embedding
@@ -101,9 +107,9 @@ def _head(hidden: int, embedding: int, vocab: int, detects: bool) -> float:
 
 
 def generator_training(config: Config) -> tuple[str, str]:
-    """Return two texts: the FLOPs that a frozen generator's own training took, and where this number comes from.
+    """Return two texts: the FLOPs that the training of a frozen generator took, and how they were counted.
 
-    All steps of the run that trained the generator are counted. For a Hugging Face folder the number is "not known".
+    All steps of the run that trained the generator count. For a Hugging Face folder the number is "not known".
     """
     folder = Path(config.train.init_generator_from or "")
     if not is_run_folder(folder):

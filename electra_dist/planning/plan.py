@@ -28,7 +28,7 @@ from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPhase:
-    """Steps of the run that read one training corpus."""
+    """Part of a run that reads one training corpus: its steps, tokens and epochs."""
 
     corpus: str  # its URL
     from_step: int
@@ -53,7 +53,7 @@ class Plan:
     scaling: tuple[Scaled, ...]  # predictions for 1, 2, 4, ... nodes of the cluster; empty without one
 
     def state_bytes(self, stage: int) -> dict[str, float]:
-        """Return the bytes per GPU at a ZeRO stage for weights, gradients, fp32 master copy and moments."""
+        """Return the bytes per GPU at a ZeRO stage of each part of the training state, such as "moments" -> bytes."""
         num_parameters = self.budget.parameters.total
         num_gpus = self.config.plan.num_gpus
         return {part: self.layouts[stage].bytes_per_gpu(part, num_parameters, num_gpus) for part in PARTS}
@@ -97,25 +97,28 @@ def make_plan(config: Config, cluster: Cluster | None = None) -> Plan:
     first_manifest = _existing_corpus(config.data.training_corpora()[0])
     if first_manifest is not None:
         config, _ = with_corpus_vocabulary(config, first_manifest)
-    asked_gpus = config.plan.num_gpus
-    num_gpus = max(ranks for ranks in config.train.possible_ranks() if ranks <= asked_gpus)
-    config = config.model_copy(update={"plan": config.plan.model_copy(update={"num_gpus": num_gpus})})
-    budget = make_budget(config)
-    precision, offload = config.train.precision, config.engine.offload_optimizer
+    planned = _with_possible_gpus(config)
+    precision, offload = planned.train.precision, planned.engine.offload_optimizer
     return Plan(
-        config=config,
-        asked_gpus=asked_gpus,
-        budget=budget,
-        phases=_phases(config),
+        config=planned,
+        asked_gpus=config.plan.num_gpus,
+        budget=make_budget(planned),
+        phases=_phases(planned),
         layouts=tuple(state_layout(precision, stage, offload) for stage in range(4)),
-        keys_without_effect=keys_without_effect(config),
+        keys_without_effect=keys_without_effect(planned),
         cluster=cluster,
-        scaling=tuple(scale(config, cluster)) if cluster else (),
+        scaling=tuple(scale(planned, cluster)) if cluster else (),
     )
 
 
+def _with_possible_gpus(config: Config) -> Config:
+    """Return the config with the largest number of GPUs, up to `plan.num_gpus`, that can share the global batch."""
+    num_gpus = max(ranks for ranks in config.train.possible_ranks() if ranks <= config.plan.num_gpus)
+    return config.model_copy(update={"plan": config.plan.model_copy(update={"num_gpus": num_gpus})})
+
+
 def _phases(config: Config) -> tuple[PlannedPhase, ...]:
-    """Plan each phase of the run; sizes and epochs are None for a corpus that does not exist or is not local."""
+    """Plan for each training corpus which steps read it; its size is None if it does not exist or is not local."""
     corpora = config.data.training_corpora()
     all_steps = steps_of_phases([corpus.from_step for corpus in corpora], config.train.num_steps)
     phases = []
@@ -139,7 +142,7 @@ def _phases(config: Config) -> tuple[PlannedPhase, ...]:
 
 
 def _existing_corpus(named: NamedCorpus) -> CorpusManifest | None:
-    """Return corpus.json of a corpus that is a folder and exists; else None."""
+    """Return corpus.json of a training corpus; None for a corpus that does not exist or is not local."""
     if named.url.startswith(REMOTE_SCHEMES):
         return None
     store = open_store(named.url)

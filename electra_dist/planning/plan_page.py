@@ -161,7 +161,7 @@ def _describe_corpus(phase: PlannedPhase) -> str:
 
 
 def _phase_rows(plan: Plan) -> list[list[str]]:
-    """Return a row for each phase: its first step, its tokens, and its share of the run, rows, epochs and corpus."""
+    """Return a row of cells for each training corpus: its first step, its tokens, and how it is used."""
     num_steps = plan.config.train.num_steps
     table = []
     for phase in plan.phases:
@@ -174,9 +174,9 @@ def _phase_rows(plan: Plan) -> list[list[str]]:
 
 
 def _describe_learning_rate(config: Config) -> str:
-    """Return as text the warm-up, the highest learning rate that is reached, its step, and `optimizer.lr`.
+    """Describe warm-up and decay in a line, with the highest learning rate that is reached and its step.
 
-    With `shape: polynomial` the peak is below `optimizer.lr`, because the decay begins at step 0.
+    With `shape: polynomial` it is below `optimizer.lr`, because the decay begins at step 0.
     """
     num_steps = config.train.num_steps
     parts = []
@@ -367,7 +367,7 @@ def _widths(section: PlanSection) -> list[int]:
 
 
 def _plain(section: PlanSection) -> str:
-    """Return a section as aligned text; the row that the config selects starts with ">"."""
+    """Return a table as aligned text; the row that the config selects starts with ">"."""
     widths = _widths(section)
     lines = [section.title]
     if section.header:
@@ -398,7 +398,7 @@ def _is_text(section: PlanSection, column: int) -> bool:
 
 
 def _rich_table(section: PlanSection) -> Table:
-    """Return a section as a table of the library rich; the row that the config selects is bold green."""
+    """Return a table of the library rich; the row that the config selects is bold green."""
     table = Table(
         title=section.title,
         title_justify="left",

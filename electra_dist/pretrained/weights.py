@@ -46,7 +46,8 @@ from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.hub import model_folder, shown_name
 from electra_dist.model.towers import ElectraTowers
-from electra_dist.objectives.corruption import FrozenGenerator
+from electra_dist.objectives.base import Objective
+from electra_dist.objectives.corruption import CorruptingObjective, FrozenGenerator
 from electra_dist.pretrained.hf import State, standalone, submodules
 from electra_dist.pretrained.hf_folders import check_shape, check_tokenizer_files, cut_positions, read_tower
 from electra_dist.pretrained.hf_settings import shape_of
@@ -366,6 +367,12 @@ def with_generator_digest(config: Config, *, patience: Patience | None = None) -
     digest = weights_sha256(read_frozen_generator(config))
     objective = config.objective.model_copy(update={"generator_sha256": digest})
     return config.model_copy(update={"objective": objective})
+
+
+def load_frozen_generator(objective: Objective, config: Config) -> None:
+    """Load the weights that `read_frozen_generator` reads into an objective, if it has a frozen generator."""
+    if isinstance(objective, CorruptingObjective) and objective.frozen_generator is not None:
+        objective.frozen_generator.load_state_dict(read_frozen_generator(config))
 
 
 def read_frozen_generator(config: Config) -> State:

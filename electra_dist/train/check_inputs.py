@@ -57,7 +57,7 @@ class RunInputs:
 
     @property
     def heldout_digest(self) -> dict[str, str]:
-        """Return the held-out corpus's entry in inputs.json, name -> fingerprint; {} if there is no such corpus."""
+        """Return what inputs.json records of the held-out corpus, as name -> fingerprint; {} without such a corpus."""
         if self.heldout is None:
             return {}
         return {f"data.heldout {self.heldout.url}": self.heldout.fingerprint}
@@ -72,7 +72,7 @@ def check_inputs(
     *,
     patience: Patience | None = None,
 ) -> RunInputs:
-    """Check the config, the corpora, the run folder and the initial weights of a run; return the opened corpora.
+    """Check the config, the corpora, the run folder and the initial weights of a run; return what was opened and read.
 
     Nothing is written, and no process group is needed. `accept_new_numerics` allows a run to go on although another
     version, which draws random numbers or rounds differently, has begun it. `from_scratch` says that the run begins
@@ -126,9 +126,9 @@ def open_training_corpora(config: Config, patience: Patience | None = None) -> t
 
 
 def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[str]:
-    """Return a log line for each source of the training corpora with many unknown tokens ([UNK]), or that is no text.
+    """Return log lines about the sources of text that have many unknown tokens ([UNK]) or do not look like text.
 
-    If the run `begins` at step 0, UserError is raised if the share of unknown tokens in a source exceeds
+    If the run `begins` at step 0, raise UserError for a source whose share of unknown tokens exceeds
     `corpus.max_unk_rate`. The counts come from the report of the corpus build (build.json), if there is one.
     """
     max_rate = config.corpus.max_unk_rate if begins else 1.0

@@ -96,7 +96,7 @@ class TrainState:
 
 
 class Checkpointer:
-    """Loader of a run's newest good checkpoint, and saver of checkpoints in the background.
+    """Loader and saver of a run's checkpoints; a thread writes a saved state while training goes on.
 
     A checkpoint is good if it is complete, undamaged and of this run. Call `restore` once, `save` after any step, and
     `close` of the `writer` at the end, which waits until the last save is written.
@@ -163,7 +163,10 @@ class Checkpointer:
         return loaded
 
     def _initialise(self, fragments: list[Fragment]) -> None:
-        """Set the master weights to their initial values and the moments to zero, for a begin at step 0."""
+        """Set the master weights to the values that a new run starts from, and the optimizer's moments to zero.
+
+        `fragments` are the pieces of them that this rank holds.
+        """
         towers = build_towers(self._config.model, self._config.seed, self._config.objective)
         if self._config.train.init_from:
             load_recorded_source(towers, self._config.starting_weights, Path(self._config.run_dir))
@@ -192,10 +195,9 @@ class Checkpointer:
         return self.writer.save(state, owned_fragments(self._engine))
 
     def finish(self, last: RunState) -> None:
-        """Complete the checkpoint of the last step, because a killed start may have copied it to some stores only.
+        """Copy the checkpoint of the run's last step to every store, and delete those that are no longer kept.
 
-        Then delete the checkpoints that are no longer kept. An earlier checkpoint needs no completion: the next one
-        replaces it. Rank 0 only.
+        An earlier start may have been killed when it had written the checkpoint to some stores only. Rank 0 only.
         """
         copy_to_all(self._targets, last.step, last.attempt)
         for target in self._targets:
@@ -230,10 +232,9 @@ class SaveSchedule:
 
     def next_due(self, step: int) -> int:
         """Return the first step after `step` with a save; it may lie beyond the last step of the run."""
-        keep_every_steps = self._config.keep_every_steps
         due_steps = [kept_step for kept_step in self._config.keep_steps if kept_step > step]
-        if keep_every_steps:
-            due_steps.append(_next_multiple(keep_every_steps, step))
+        if self._config.keep_every_steps:
+            due_steps.append(_next_multiple(self._config.keep_every_steps, step))
         if self._config.every_steps == "auto":
             due_steps.append(max(step + 1, self._last_saved + self.every_steps))
         else:
@@ -260,9 +261,9 @@ def _next_multiple(interval: int, step: int) -> int:
 
 
 def automatic_steps(ledger: Sequence[LedgerEvent]) -> int:
-    """Return the steps between checkpoints for `every_steps: auto`.
+    """Return the number of steps between checkpoints for `checkpoint.every_steps: auto`, from a run's events so far.
 
-    They are 100 at first, later at least 10 and at most those of an hour.
+    It is 100 before the first checkpoint. Later it is at least 10, and at most what an hour has.
     """
     stall_s = measured_stall_s(ledger)
     step_s = seconds_per_step(starts(ledger))
@@ -278,7 +279,10 @@ def automatic_steps(ledger: Sequence[LedgerEvent]) -> int:
 
 
 def interruptions(ledger: Sequence[LedgerEvent]) -> int:
-    """Return how often a run started again after a crash, an unhealthy node, or a kill (no end is recorded then)."""
+    """Return how many starts of a run ended by a crash, an unhealthy node, or a kill, after which no end is recorded.
+
+    The newest start does not count.
+    """
     return sum(start.ended_by in ("crash", "unhealthy", None) for start in starts(ledger)[:-1])
 
 
@@ -291,7 +295,7 @@ def mean_time_between_interruptions_s(ledger: Sequence[LedgerEvent]) -> float:
 
 
 def measured_stall_s(ledger: Sequence[LedgerEvent]) -> float | None:
-    """Return the median seconds for which the newest 20 checkpoints stopped training, or None if there are none."""
+    """Return the median of the seconds for which the newest 20 checkpoints stopped training; None without one."""
     checkpoints = [event for event in ledger if event.event == "checkpoint"]
     if not checkpoints:
         return None
@@ -300,7 +304,11 @@ def measured_stall_s(ledger: Sequence[LedgerEvent]) -> float | None:
 
 
 def young_daly_steps(stall_s: float, interruption_s: float, step_s: float, least: int, most: int) -> int:
-    """Return the steps between checkpoints by Young's formula, in [least, most]; `most` if `step_s` is not above 0."""
+    """Return the number of steps between checkpoints that loses the least time by Young's formula, in [least, most].
+
+    `stall_s` is what a save costs, `interruption_s` the mean time between interruptions. Without a step time above 0
+    the result is `most`.
+    """
     if step_s <= 0:
         return most
     interval_s = math.sqrt(2.0 * stall_s * interruption_s)

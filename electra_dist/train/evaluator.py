@@ -65,7 +65,7 @@ class ScoredRow:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """Inputs of every evaluation, in micro-batches of this rank."""
+    """Held-out rows that every evaluation of a run uses, as inputs of the model in micro-batches of this rank."""
 
     num_rows: int  # of all ranks
     inputs: list[StepInput]
@@ -123,7 +123,7 @@ class Evaluator:
         tokens, or if an output is not finite; `Evaluation.fault` then names that output. `step` is only recorded.
         """
         if self._held_out is None:
-            self._held_out = self._read(engine)
+            self._held_out = self._read_held_out(engine)
         held_out = self._held_out
         engine.train(False)
         local = self._score(engine, held_out.inputs)
@@ -164,21 +164,21 @@ class Evaluator:
         shows_rows = has_detection_loss and not fault
         return Evaluation(record=record, fault=fault, rows=local.rows if shows_rows else [])
 
-    def _read(self, engine: Engine) -> _HeldOut:
-        """Read the held-out rows, and replace tokens for the context AUC."""
-        ids_RS = self._rows(self.num_rows)
+    def _read_held_out(self, engine: Engine) -> _HeldOut:
+        """Read the held-out rows, and replace tokens in a second set of rows for the context AUC."""
+        ids_RS = self._read_rows(self.num_rows)
         inputs = self._inputs(engine, ids_RS)
         mask_prob = self.context_mask_prob
         if mask_prob is None:
             return _HeldOut(len(ids_RS), inputs, context=None, context_inputs=[])
         num_rows = max(self.num_rows, rows_needed(NUM_REPLACED, mask_prob, ids_RS.shape[1]))
         seed = derive_seed(self.seed, Purpose.EVAL, 1)
-        context = replace_by_other_tokens(self._rows(num_rows), self.special, mask_prob, NUM_REPLACED, seed)
+        context = replace_by_other_tokens(self._read_rows(num_rows), self.special, mask_prob, NUM_REPLACED, seed)
         context_inputs = self._inputs(engine, context.original_QS, context.shown_QS)
         return _HeldOut(len(ids_RS), inputs, context, context_inputs)
 
     def _score(self, engine: Engine, inputs: Sequence[StepInput]) -> _LocalScores:
-        """Run the model on this rank's held-out rows; return sums for metrics, and each token's score and label."""
+        """Run the model on this rank's held-out rows; return sums of losses, and each token's score and label."""
         sums: list[torch.Tensor] = []
         scores = []
         labels = []
@@ -198,7 +198,10 @@ class Evaluator:
         )
 
     def _context_auc(self, engine: Engine, context: ContextRows, inputs: Sequence[StepInput]) -> _ContextResult:
-        """Measure how well the model finds the tokens of `context` that come from other places. Collective."""
+        """Return the ROC-AUC with which the model finds tokens that come from elsewhere in the rows. Collective.
+
+        `context` has the rows of all ranks and says which tokens were replaced; `inputs` are this rank's part.
+        """
         with torch.no_grad():
             score_BS = torch.cat([engine.forward(step_input).rtd_logit_BS for step_input in inputs])
         score_QS = self._gather_rows(score_BS)[: len(context.original_QS)]
@@ -213,9 +216,9 @@ class Evaluator:
         return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
 
     def _inputs(self, engine: Engine, ids_RS: np.ndarray, shown_RS: np.ndarray | None = None) -> list[StepInput]:
-        """Divide rows among the ranks, and return this rank's micro-batches; every rank gets the same number.
+        """Divide the rows `ids_RS` among the ranks, and return this rank's micro-batches; all ranks get equally many.
 
-        With `shown_RS`, the discriminator only scores these ids in place of the rows.
+        If `shown_RS` is given, the generator does not run, and the discriminator reads these ids.
         """
         num_rows, seq_len = ids_RS.shape
         rows_per_round = self.micro_batch * dist.get_world_size()
@@ -237,7 +240,10 @@ class Evaluator:
         return inputs
 
     def _gather_rows(self, local_BS: torch.Tensor) -> np.ndarray:
-        """Return the values of the rows of all ranks, of which `local_BS` are this rank's. Collective."""
+        """Gather a value for each token from all ranks, [rows, S] in the order of the rows that `_inputs` divided.
+
+        `local_BS` are the values of this rank's rows. Collective.
+        """
         tensors = [torch.empty_like(local_BS) for _ in range(dist.get_world_size())]
         dist.all_gather(tensors, local_BS.contiguous())
         # The micro-batches of the ranks take turns.
@@ -245,8 +251,8 @@ class Evaluator:
         rounds = [torch.cat(batches_of_round) for batches_of_round in zip(*batches)]
         return torch.cat(rounds).cpu().numpy()
 
-    def _rows(self, num_rows: int) -> np.ndarray:
-        """Read `num_rows` held-out rows [num_rows, seq_len], evenly spaced over the corpus; all if there are fewer."""
+    def _read_rows(self, num_rows: int) -> np.ndarray:
+        """Read `num_rows` rows, evenly spaced over the corpus (all if it has fewer): token ids [rows, seq_len]."""
         rows_per_shard = [shard.entry.rows for shard in self.cache.corpora.shards]
         shard_ends = np.cumsum(rows_per_shard)  # number of the first row after each shard
         shard_starts = np.concatenate([[0], shard_ends])
@@ -308,7 +314,7 @@ def _mean(total: float, count: float) -> float:
 
 
 def _generator_mean(total: float, sums: Sums) -> float:
-    """Divide a sum over the generator's predictions by their number; NaN if there is no generator network."""
+    """Return the mean of a sum `total` over the generator's predictions; NaN if there is no generator network."""
     if sums.entropy_sum == 0:
         return math.nan
     return total / sums.mlm_weight
@@ -336,7 +342,7 @@ def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> li
 
 
 def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
-    """Turn the ids of a row into text, `tokens[id]` for each id, and round its probabilities to 4 decimals."""
+    """Turn the token ids of a row into text, by `tokens[id]`, and round its probabilities to 4 decimals."""
     return TextSample(
         original=[_token(tokens, token_id) for token_id in row.original_S],
         shown=[_token(tokens, token_id) for token_id in row.shown_S],

@@ -95,7 +95,10 @@ class _Stored:
 
 
 class SkipList:
-    """The steps that a run skips. All ranks make the same changes to their copies; rank 0 writes the file."""
+    """The steps that a run skips, on every rank; rank 0 keeps them in skipped_steps.json.
+
+    All ranks call the same methods in the same order, except `write`.
+    """
 
     def __init__(self, run_dir: Path, configured: Iterable[int], patience: Patience | None = None) -> None:
         """Read the skipped steps that an earlier start has recorded, and add those of the config, `configured`.
@@ -123,7 +126,7 @@ class SkipList:
         self.streak = stored.streak
 
     def stop(self, step: int) -> None:
-        """Add a step that the guard has stopped to the list; begin a new `streak` if the step before was not stopped.
+        """Add a step that the guard has stopped, to the list and to the `streak` of stopped steps in a row.
 
         Every rank calls this at the same step; rank 0 calls `write` afterwards.
         """
@@ -135,17 +138,18 @@ class SkipList:
         self._skip([step])
 
     def reaches(self, max_in_a_row: int) -> bool:
-        """Return whether `max_in_a_row` or more steps in a row were stopped, so that the run must go back.
+        """Return whether the newest `max_in_a_row` or more steps were all stopped, so that the run must go back.
 
         The file keeps these steps, so the answer is the same after a restart, until `roll_back` is called.
         """
         return len(self.streak) >= max_in_a_row
 
     def roll_back(self, config: Config) -> tuple[int, list[int]]:
-        """Count a return to a checkpoint, skip `streak`, which must not be empty, and the steps before it; empty it.
+        """Decide a return to a checkpoint: skip the stopped steps in a row, and `guard.skip_before` steps before them.
 
-        Returns the first step to skip, and the streak. Every rank calls this; rank 0 then reports the rollback, and
-        after that calls `write`. Raises UserError if the run has gone back `guard.max_rollbacks` times already.
+        Returns (first step to skip, the stopped steps); there must be some. Every rank calls this; rank 0 then reports
+        the rollback, and after that calls `write`. Raises UserError if the run has gone back `guard.max_rollbacks`
+        times already.
         """
         guard = config.guard
         stopped = self.streak
@@ -163,7 +167,7 @@ class SkipList:
         return first, stopped
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Add steps that are skipped for a bad loss. Only such steps are written to the run folder."""
+        """Skip steps because of a bad loss; `write` records only such steps."""
         self.stopped |= set(steps)
         self.steps |= self.stopped
 

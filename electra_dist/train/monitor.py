@@ -48,7 +48,7 @@ _LEAST_CHANGE = 0.1  # fraction by which a timeout must change to be set again
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Result of a health check at a logged step: this node's GPU readings, and the slow ranks of the whole run."""
+    """Result of a health check at a logged step: readings of this node's GPUs, and the slow ranks of the whole run."""
 
     gpu: GpuReading | None  # of this rank's node; None without GPUs, and on a rank that does not read them
     slow_ranks: list[int]  # slowest first
@@ -152,7 +152,7 @@ class RankMonitor:
 
     @staticmethod
     def _gather(seconds: float) -> list[float]:
-        """Return `seconds` of every rank, in rank order, with a single copy from the device. Collective."""
+        """Return the `seconds` that each rank passes, in the order of ranks. Collective."""
         device = "cuda" if torch.cuda.is_available() else "cpu"  # NCCL gathers tensors on GPUs only
         own_time = torch.full((1,), seconds, dtype=torch.float64, device=device)
         time_W = own_time.new_empty(dist.get_world_size())
@@ -171,11 +171,11 @@ class RankMonitor:
 
 
 def stragglers(looks: Sequence[Sequence[float]], *, factor: float = 1.2, in_a_row: int = 3) -> list[int]:
-    """Return the ranks that took more than `factor` times the median time in each of the last `in_a_row` looks.
+    """Return the ranks that took more than `factor` times the median time in each of the last `in_a_row` measurements.
 
-    A look has the seconds of each rank's own work, up to the first collective; the newest look is the last one. The
-    result begins with the slowest rank and is [] if there are too few looks. With two ranks the median is the mean of
-    both, so the factor must be below 2.
+    An element of `looks` is a measurement: for each rank, the seconds of its own work up to the first collective. The
+    newest is the last one. The result begins with the slowest rank; it is [] if there are too few measurements. With
+    two ranks the median is the mean of both, so the factor must be below 2.
     """
     last_looks = looks[-in_a_row:]
     if len(last_looks) < in_a_row:

@@ -53,7 +53,7 @@ def node_cache_folder(config: Config) -> CacheFolder:
 
 
 def shard_folder(config: Config, corpora: Corpora) -> Path:
-    """Return the folder where this node caches the shards of `corpora`; those in local folders are not cached."""
+    """Return the folder where this node caches the shards of `corpora`, if any of them are fetched from S3."""
     return node_cache_folder(config).path if corpora.fetched_shards else config.cache_folder
 
 
@@ -74,7 +74,7 @@ def open_shared_cache(config: Config, corpora: Corpora, stack: contextlib.ExitSt
 
 
 def _shares_shards(config: Config) -> bool:
-    """Return whether the nodes of this run pass shards to one another. Collective."""
+    """Return whether the nodes of this run pass shards to one another, so that few fetch them from S3. Collective."""
     num_nodes = sum(gather(is_first_on_node()))
     if num_nodes == 1:
         return False
@@ -89,9 +89,10 @@ def is_first_on_node() -> bool:
 
 
 def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGroup | None]:
-    """Start a shard server on the first rank of each node; return this rank's server and a client of all servers.
+    """Start a server of shards on the first rank of each node; return this rank's server and a client of all servers.
 
-    The server is None on the other ranks. On a node that could not start a server, both are None. Collective.
+    The server is None on the other ranks of a node. Both are None on a node that could not start one. `stack` closes
+    the server. Collective.
     """
     token = from_rank_0(lambda: secrets.token_hex(16))
     server = None
@@ -127,7 +128,7 @@ def _own_address() -> str:
 
 
 def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
-    """Return log lines that describe the caches of shards; [] if no corpus is on S3. Collective.
+    """Return log lines about the folders where nodes cache shards; [] if no corpus is on S3. Collective.
 
     The first line is about the node with the least room: its folder, whether the corpora fit into it, and if not, how
     much of them is fetched again in each epoch.
@@ -151,7 +152,7 @@ def describe_caches(config: Config, inputs: RunInputs) -> list[str]:
 
 
 def _room(config: Config, folder: Path, entries: Sequence[ShardEntry]) -> CacheRoom:
-    """Compare the bytes that this node's cache folder can hold with the bytes of the shards on S3."""
+    """Return how many bytes this node's cache folder can hold, and how many the shards on S3 (`entries`) have."""
     cache = NodeCache(folder / SHARDS_DIR)
     held_bytes = sum(entry.bytes for entry in entries if cache.holds(entry))
     capacity_bytes = held_bytes + shutil.disk_usage(nearest_folder(folder)).free

@@ -73,7 +73,7 @@ class Reporter:
 
     @waits
     def _open(self, start: Start, restored: RunState | None, hosts: Sequence[str]) -> None:
-        """Open the run's records at the step of the `restored` state (None: step 0), and log the setup."""
+        """Open all outputs, delete the metrics of steps that the run repeats, and log the setup."""
         config = start.config
         corpora = start.inputs.corpora
         run_dir = Path(config.run_dir)
@@ -144,7 +144,7 @@ class Reporter:
             )
 
     def _record_new_numerics(self, restored: RunState, attempt: int) -> None:
-        """Note in log and ledger if the version that wrote the restored checkpoint drew or rounded otherwise."""
+        """Log and record it if a version that draws or rounds differently has written the restored checkpoint."""
         current = self._config.numerics
         for numerics, identity_sha256 in self._config.older_identities().items():
             if restored.identity_sha256 == identity_sha256:
@@ -155,7 +155,7 @@ class Reporter:
                 self._ledger.append("new_numerics", restored.step, attempt=attempt, was=numerics, now=current)
 
     def _note_restored(self, restored: RunState, attempt: int) -> None:
-        """Log the checkpoint from which the run continues, or that the run has reached its last step already."""
+        """Log from which checkpoint the run continues, or that it has already reached its last step."""
         num_steps = self._config.train.num_steps
         if restored.step >= num_steps:
             self.note(
@@ -167,10 +167,11 @@ class Reporter:
         self.note(f"{summary}; saved by attempt {restored.attempt}, this is attempt {attempt}")
 
     def step(self, done: int, result: StepResult, waited_s: float, receipt: Receipt, look: RankObservation) -> None:
-        """Report a logged step to console, metrics and tracking services; note slow ranks and an fp16 overflow.
+        """Report a logged step to console, metrics and tracking services; log slow ranks and an fp16 overflow.
 
-        `done` counts the finished steps, this one included. `waited_s` is rank 0's total wait for rows since this
-        start. `receipt` is the number and digest of all rows trained on so far, `look` this step's health check.
+        `done` counts the finished steps, this one included. `waited_s` is how long rank 0 has waited for rows in all,
+        since this start. `receipt` is the number and digest of all rows trained on so far, `look` the health check
+        after this step.
         """
         record = self._step_recorder.record_of(done, result, waited_s, receipt, look)
         if look.slow_ranks:
@@ -350,7 +351,7 @@ class Reporter:
 
 
 class _LogPoint(NamedTuple):
-    """Time and progress at the last log line or evaluation; the next rates are measured from there."""
+    """Time and progress at the last log line or evaluation, from which the rates of the next log line are measured."""
 
     step: int  # steps done
     time: float  # of time.perf_counter, in seconds
@@ -445,7 +446,7 @@ class StepRecorder:
         return sum(use.tokens for use in uses) / sum(use.rows for use in uses)
 
     def _mfu(self, done: int, tokens_per_s: float, peak_flops: float) -> float:
-        """Return the FLOPs that the newest of `done` steps needs as a share of the GPUs' peak."""
+        """Return the model's FLOP/s at this throughput as a share of the GPUs' peak; `done` counts finished steps."""
         config = self._config
         last_step = done - 1  # its stage of training decides the FLOPs
         flops_per_token = token_flops(config.model, config.data.seq_len, config.objective, last_step).total

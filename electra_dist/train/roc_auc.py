@@ -27,7 +27,10 @@ class Separation:
 
 
 def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
-    """Return the exact area under the ROC curve of scores [N]; NaN if a class is empty or a score is NaN."""
+    """Return the exact area under the ROC curve of scores [N], whose labels [N] are non-zero for positives.
+
+    It is NaN if there are no positives, no negatives, or a score that is NaN.
+    """
     score = np.asarray(scores, dtype=np.float64)
     positive = np.asarray(labels).astype(bool)
     assert score.ndim == 1, score.shape
@@ -53,7 +56,10 @@ def roc_auc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 
 def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
-    """Measure how well logits [N], high for replaced tokens, agree with labels [N]; raise ValueError if N is 0."""
+    """Measure how well a discriminator's logits [N] agree with labels [N], which are non-zero for replaced tokens.
+
+    Raises ValueError if N is 0.
+    """
     positive = np.asarray(labels).astype(bool)
     predicted = np.asarray(logits, dtype=np.float64) > 0
     if positive.size == 0:
@@ -70,13 +76,15 @@ def separation(logits: ArrayLike, labels: ArrayLike) -> Separation:
 
 
 def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
-    """Return the ROC-AUC and its standard error for scores that depend on each other within a cluster (int64 [N]).
+    """Return (ROC-AUC, its standard error) of scores [N] with labels [N], which are non-zero for positives.
 
-    To first order, the AUC deviates from its expected value by a sum over the scores. The term of a positive is
-    (share of the negatives below it - AUC) / number of positives; that of a negative is (share of the positives above
-    it - AUC) / number of negatives. Clusters count as independent, so the error follows from the sum of the terms in
-    each cluster (Obuchowski, Biometrics 1997). It is NaN with fewer than two clusters; both results are NaN if there
-    are no positives or no negatives.
+    `clusters`, int64 [N], numbers the cluster of each score, such as the row of a token. Scores of one cluster may
+    depend on each other; clusters count as independent. Both results are NaN without positives or without negatives,
+    the error also with fewer than two clusters.
+
+    The error is that of Obuchowski (Biometrics 1997). To first order, the AUC is its expected value plus one term for
+    each score: for a positive, (share of the negatives below it - AUC) / number of positives; for a negative, (share
+    of the positives above it - AUC) / number of negatives. The variance is that of the sum of terms in a cluster.
     """
     score = np.asarray(scores, np.float64)
     positive = np.asarray(labels).astype(bool)
@@ -96,7 +104,7 @@ def auc_with_standard_error(scores: np.ndarray, labels: np.ndarray, clusters: np
 
 
 def _share_below(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return, for each value, the share of `others` that are lower; an equal one counts half."""
+    """Return for each of `values` which share of `others` is lower; an equal one counts half."""
     ordered = np.sort(others)
     num_below = np.searchsorted(ordered, values, side="left")
     num_at_most = np.searchsorted(ordered, values, side="right")

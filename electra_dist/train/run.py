@@ -42,8 +42,7 @@ from electra_dist.model.attention_choice import attention_note, choose_attention
 from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
-from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.pretrained.weights import load_recorded_source, read_frozen_generator
+from electra_dist.pretrained.weights import load_frozen_generator, load_recorded_source
 from electra_dist.run.folder import (
     begin_run_folder,
     check_run_folder,
@@ -134,14 +133,14 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
 
 
 def _print_nothing(text: str) -> None:
-    """Print nothing: of each node, only one rank reports that storage does not respond; the others use this."""
+    """Do nothing, in place of `print_line`: one rank of each node reports that storage does not respond."""
 
 
 @contextlib.contextmanager
 def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> Iterator[RunLease | None]:
-    """Lock the run folder, check again that it holds no other run, and unlock it at the end. Collective.
+    """Lock the run folder for a `with` block, and check again that it holds no other run. Collective.
 
-    Gives the lock to rank 0, and None to the others.
+    The block gets the lock on rank 0, and None on the other ranks.
     """
     run_dir = Path(config.run_dir)
     if len(set(gather(canonical_json({"identity": inputs.identity, "heldout": inputs.heldout_digest})))) > 1:
@@ -150,7 +149,7 @@ def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> I
             f"the same on all nodes; start the run again"
         )
     leases: list[RunLease] = []  # gets the lease on rank 0, because only that rank calls the function below
-    from_rank_0(lambda: leases.append(_take(run_dir, inputs, patience=patience)))
+    from_rank_0(lambda: leases.append(_lock_run_folder(run_dir, inputs, patience=patience)))
     try:
         yield leases[0] if leases else None
     finally:
@@ -159,8 +158,8 @@ def _held_run_folder(config: Config, inputs: RunInputs, patience: Patience) -> I
 
 
 @patient
-def _take(run_dir: Path, inputs: RunInputs, *, patience: Patience) -> RunLease:
-    """Lock the run folder, and check it again, because another run may have begun in it since `check_inputs`."""
+def _lock_run_folder(run_dir: Path, inputs: RunInputs, *, patience: Patience) -> RunLease:
+    """Lock the run folder and return the lock; raise UserError if another run has begun in it since `check_inputs`."""
     lease = hold_lease(run_dir, say=lambda line: print(printable(line), flush=True))
     try:
         check_run_folder(run_dir, inputs.identity, inputs.accept_new_numerics)
@@ -228,7 +227,7 @@ def _build(
 
 @patient
 def _set_earlier_run_aside(run_dir: Path, inputs: RunInputs, *, patience: Patience) -> list[str]:
-    """Set checkpoints and records of the earlier run aside, deleting nothing; return log lines. Rank 0 only."""
+    """Rename the checkpoints and records of the earlier run in the folder, and return log lines. Rank 0 only."""
     return [*set_all_aside(inputs.targets), *move_records_aside(run_dir)]
 
 
@@ -277,8 +276,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         from electra_dist.model.compile_layers import compile_layers
 
         compile_layers(objective, node_cache_folder(config).path / "compiled")
-    if isinstance(objective, CorruptingObjective) and objective.frozen_generator is not None:
-        objective.frozen_generator.load_state_dict(read_frozen_generator(config))
+    load_frozen_generator(objective, config)
     return objective, attention
 
 
@@ -341,7 +339,7 @@ def _pause_after_lost_storage(run_dir: Path, stop: StopRequest) -> bool:
 
 
 def _read_pause_s(run_dir: Path) -> float:
-    """Return how many seconds this start must wait before it may use the storage; print a line if any. Rank 0 only."""
+    """Return how many seconds this start must wait before it begins; if it must, print why. Rank 0 only."""
     ledger = []
     with contextlib.suppress(UserError, OSError):  # A damaged or silent ledger is reported where it is needed.
         ledger = read_ledger(run_dir)

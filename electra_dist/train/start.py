@@ -16,9 +16,10 @@ from electra_dist.train.stop_request import StopRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Objects that a start creates once on this rank and that all its rounds share.
+    """Objects that one start of a run creates once on this rank, and that all its rounds of training share.
 
-    A round leads from a restored checkpoint to the last step, a stop, or a rollback, after which another one begins.
+    A round begins with a restored checkpoint and ends with the last step, a stop, or a return to a checkpoint, after
+    which another round begins.
     """
 
     config: Config  # with the micro-batch that this number of ranks and this memory allow

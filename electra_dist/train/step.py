@@ -44,7 +44,7 @@ _NUM_LOSSES = 2  # first the loss of the generator or of the only network, then 
 
 
 class RankFlags(NamedTuple):
-    """What one rank contributes to a step besides rows: requests to stop or save, node health, store retries.
+    """What one rank tells the others in a step: requests to stop or save, the health of its node, repeated requests.
 
     Each step adds them up over the ranks, in an all-reduce that it makes anyway, so that all ranks take the same
     decision after the same step. In a `StepResult` each field is the sum.
@@ -81,10 +81,10 @@ class StepResult:
 
 
 class TrainStep:
-    """A function that runs one optimizer step on an engine: forward, backward, and at most one update.
+    """Callable that runs one optimizer step on an engine: forward, backward, and at most one update.
 
-    The state of the training is in the engine, not here. `micro_batch` must divide the rows of every batch. If
-    `schedules` is None, the objective's settings keep their values of step 0.
+    The weights and the optimizer's state are in the engine, not here. `micro_batch`, in rows, must divide the rows of
+    every batch. If `schedules` is None, the objective's settings keep their values of step 0.
     """
 
     def __init__(
@@ -208,10 +208,10 @@ class TrainStep:
         return mlm_loss + rtd_loss + token_loss
 
     def _input(self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor) -> StepInput:
-        """Return the input of some rows, and seed torch's generator for them.
+        """Return the model's input for some `rows` of a batch, and seed torch's generator of random numbers for them.
 
-        Attention on a GPU draws its dropout from that generator. Seeded by the row, a micro-batch drops the same
-        probabilities on whatever rank it runs.
+        Attention on a GPU draws its dropout from that generator. Seeded by the first row, it drops the same
+        probabilities on whatever rank the rows are computed. `scale_2` turns sums of losses into means.
         """
         row0 = batch.row0 + rows.start  # number within the global batch
         torch.manual_seed(derive_seed(self._seed, Purpose.DROPOUT, batch.step, row0))
@@ -226,9 +226,9 @@ class TrainStep:
         return ids_BS.to(self._engine.device, non_blocking=True)
 
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors that turn loss sums into means, fp32 [N, 2], and receipt and flags of all ranks, int64.
+        """Return the factors that turn loss sums into means, fp32 [N, 2], and the sums of receipt and flags, int64.
 
-        Token counts, receipts (number and digest of rows) and flags are added up over the ranks. Collective.
+        Token counts, receipts (number and digest of rows) and flags are added up over all ranks. Collective.
         """
         count_B2 = self._engine.module.loss_counts(ids_BS, self._values.mask_prob)
         count_N2 = count_B2.view(-1, self._micro_batch, _NUM_LOSSES).sum(1)
@@ -248,10 +248,10 @@ class TrainStep:
         return scale_N2, totals[_NUM_LOSSES:]
 
     def row_losses(self, batch: RowBatch) -> list[float]:
-        """Return the loss of each single row of a batch, to find the row that made a step fail. Collective.
+        """Return the loss of each row of this rank's batch alone, to find the row that made a step fail. Collective.
 
-        Each is the loss that the optimizer minimises, in nats, with means over the row's own tokens. Masks, samples
-        and dropout are the same as in the step, except for attention dropout on a GPU, which is drawn per micro-batch.
+        It is the loss that the optimizer minimises, in nats, as a mean over the row's own tokens. Masks, samples and
+        dropout are the same as in the step, except for attention dropout on a GPU, which is drawn per micro-batch.
         All ranks must have the same number of rows.
         """
         if self._schedules is not None:
@@ -300,10 +300,10 @@ class Stopwatch:
 
 
 def find_suspect(corpora: Corpora, batch: RowBatch, losses: list[float]) -> str:
-    """Find the row of a stopped step whose loss stands out among the rows of all ranks. Collective.
+    """Describe the row of a step whose loss stands out among the rows of all ranks, if one does. Collective.
 
-    `losses` are of this rank's rows. Returns a text for the log with the row's name (shard and index), its loss and
-    the median loss, or "" if no row stands out.
+    `losses` are of this rank's rows. The text has the row's name (shard and index), its loss and the median loss; it
+    is "" if no row stands out.
     """
     all_losses: list[float] = []
     all_row_ids: list[int] = []

@@ -41,16 +41,11 @@ _READING_OPERATORS = {"nonzero", "equal", "is_nonzero", "masked_select"}
 
 
 class OperatorCounter:
-    """Context manager that counts all torch operators, and all reads of a tensor's value by the host, in its block.
-
-    Attributes:
-        operators: Name of each operator, such as "aten.add_.Tensor" -> number of its calls.
-        host_reads: Name of each method or operator that reads values, such as "item" -> number of its calls.
-    """
+    """Context manager that counts all torch operators, and all reads of a tensor's value by the host, in its block."""
 
     def __init__(self) -> None:
-        self.operators: Counter[str] = Counter()
-        self.host_reads: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()  # such as "aten.add_.Tensor" -> number of its calls
+        self.host_reads: Counter[str] = Counter()  # method or operator that reads values, such as "item" -> calls
         self._modes = (_CountedOperators(self), _CountedMethods(self))
 
     @property
@@ -151,9 +146,9 @@ def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent])
 
 
 def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds that the matrix products take one after another with nothing between them.
+    """Return the seconds that matrix products take one after another with nothing between them.
 
-    Each distinct product is timed `_REPEATS` times; its fastest time counts as often as the product occurs.
+    `shapes` says how often each product occurs. Each is timed three times, and its fastest time counts so often.
     """
     total_s = 0.0
     for (left_shape, right_shape), count in shapes.items():

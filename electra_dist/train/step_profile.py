@@ -75,7 +75,7 @@ class MadeUpBatches:
         self._step = 0
 
     def next(self) -> RowBatch:
-        """Return a new batch of random rows, int32 ids, with row numbers that belong to no corpus."""
+        """Return a batch of new random rows, int32 ids, whose row numbers belong to no corpus."""
         shape = (self._config.train.global_batch, self._config.data.seq_len)
         first_ordinary_id = max(_MADE_UP_IDS) + 1
         ids = self._draw.integers(first_ordinary_id, self._config.model.vocab_size, shape, dtype=np.int32)
@@ -88,7 +88,7 @@ class MadeUpBatches:
 
 
 def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
-    """Open the rows of the config's corpus as a run reads them, or make rows up if there is no corpus.
+    """Open the rows of the config's corpus in the order of a run, or make rows up if there is no corpus.
 
     `stack` closes what is opened. Raises UserError if the corpus exists and cannot be used.
     """
@@ -109,7 +109,7 @@ def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
 class Part:
     """Time that one part of a training step takes, such as attention, and its share of the step."""
 
-    name: str  # one of `operator_counter.PARTS`, or HOST
+    name: str  # one of `step_operators.PARTS`, or HOST
     ms: float
     share: float  # of the step
     ceiling_ms: float | None = None  # for matrix products: their time with nothing between them; None for other parts
@@ -211,9 +211,9 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
 
 
 def _shortened(config: Config) -> Config:
-    """Return the config with at most `MOST_MICRO_BATCHES` micro-batches in a step of one rank.
+    """Return the config with fewer rows in a step, so that one rank has at most four micro-batches.
 
-    `train.micro_batch: auto` becomes `_ROWS_FOR_AUTO` rows, because only a run measures how many fit.
+    `train.micro_batch: auto` becomes 8 rows, because only a run measures how many fit.
     """
     if config.train.largest_micro_batch:
         rows = min(_ROWS_FOR_AUTO, config.train.global_batch)
@@ -234,7 +234,7 @@ class _Profiled:
 
 
 class _StepRunner:
-    """Runner of training steps on given batches, which can time, count or profile them."""
+    """Runs training steps on the next batches of a source, and times, counts or profiles them."""
 
     def __init__(self, config: Config, train_step: TrainStep, batches: BatchSource, pad_id: int) -> None:
         self._config = config
@@ -259,7 +259,7 @@ class _StepRunner:
         return self._num_pads / self._num_positions
 
     def time_steps(self, num_steps: int) -> tuple[float, float]:
-        """Run steps; return (median seconds of a step, mean seconds per step that were spent waiting for rows)."""
+        """Run steps; return (median seconds of a step, mean seconds of a step spent waiting for rows)."""
         waited_before_s = self._batches.wait_s
         times = []
         for _ in range(num_steps):
@@ -301,7 +301,7 @@ class _StepRunner:
 
 
 def _parts(profiled: _Profiled, step_s: float) -> tuple[Part, ...]:
-    """Return the parts of a step, the longest first; their times are scaled to a step without the profiler.
+    """Return the parts of a step, the longest first, with times scaled to `step_s`, a step without the profiler.
 
     The matrix products also get `ceiling_ms`, which is not scaled, because it was measured without the profiler.
     """

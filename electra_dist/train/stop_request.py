@@ -50,7 +50,7 @@ _SAFETY_FACTOR = 2.0  # of the margin, because the next step and save may take l
 
 
 class JobEndTime:
-    """Time at which the Slurm job ends, kept by the monotonic clock: setting the wall clock cannot move it.
+    """Time at which the Slurm job ends, by the monotonic clock, which nobody can set; `monotonic` is None if unknown.
 
     Slurm gives a Unix time, which is converted once. A supervisor passes the time on to the ranks that it starts,
     converted back to Unix time by the wall clock of that moment.

@@ -67,7 +67,7 @@ def unigram_counts(
 
 
 def read_counts(file: Path, vocab_size: int) -> np.ndarray:
-    """Read the counts of an earlier start of the run, int64 [V]."""
+    """Read the counts that `write_counts` has written, int64 [vocab_size]; raise UserError if they are damaged."""
     next_step = "delete it, and the next start counts again"
     with readable(file):
         data = read_regular(file)

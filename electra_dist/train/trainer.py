@@ -102,10 +102,10 @@ class Clock:
 
 
 class Trainer:
-    """Train from the newest good checkpoint to the next rollback or end; all ranks call `run` once.
+    """One round of a run: from the newest good checkpoint to the last step, a stop, or a return to a checkpoint.
 
-    The constructor restores the newest good checkpoint into the engine. After a rollback the caller creates a new
-    Trainer for the same start.
+    The constructor restores the checkpoint into the engine, and all ranks then call `run` once. After a return to a
+    checkpoint the caller creates a new Trainer for the same start.
     """
 
     def __init__(self, start: Start, build_s: dict[str, float] | None, notes: Sequence[str] = ()) -> None:
@@ -315,7 +315,7 @@ class Trainer:
         return result
 
     def _look_at_space(self, reporter: Reporter) -> None:
-        """Log a warning if the next checkpoint will not fit on its disk; once per checkpoint. Rank 0 only."""
+        """Log a warning, once per checkpoint, if the next checkpoint will not fit on its disk. Rank 0 only."""
         now = time.monotonic()
         if now < self._next_look_at_space:
             return
@@ -386,7 +386,7 @@ class Trainer:
             )
 
     def _committed(self, state: RunState, timing: SaveTiming, seconds: float) -> None:
-        """Record a committed checkpoint, and remember the longest save. Rank 0's checkpoint thread calls it."""
+        """Record a checkpoint whose files are all written, after `seconds`. Rank 0's checkpoint thread calls it."""
         # The longest save decides how long before the end of a Slurm job the run stops by itself.
         self.stop.longest_save_s = max(self.stop.longest_save_s, seconds)
         if self.reporter:
@@ -406,7 +406,7 @@ class Trainer:
         return EXIT_STOPPED
 
     def _skip_stopped_step(self, train_step: TrainStep, batch: RowBatch, fault: str) -> None:
-        """Put a stopped step on the skip list, and report the step and its outlier row, if any. Collective."""
+        """Skip from now on a step that `fault` has stopped, and report the row whose loss stands out. Collective."""
         suspect = find_suspect(self.start.inputs.corpora, batch, train_step.row_losses(batch))
         self.state.skips.stop(batch.step)
         if self.reporter:
@@ -415,5 +415,5 @@ class Trainer:
 
 
 def _is_due(done: int, every: int) -> bool:
-    """Return whether an action is due after `done` steps that is due every `every` steps; never if that is 0."""
+    """Return whether an action that comes every `every` steps (0: never) is due after `done` steps."""
     return every > 0 and done % every == 0

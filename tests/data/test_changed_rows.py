@@ -136,13 +136,13 @@ def test_held_out_rows_that_change_on_the_disk_are_fetched_again(four_shards: An
     special: Any = None
     with closing(ShardCache(Corpora.of(store, corpus.manifest), tmp_path / "cache", fetch_threads=1)) as cache:
         evaluator = Evaluator(cache=cache, num_rows=32, micro_batch=4, seed=1, special=special)
-        rows = evaluator._rows(32)
+        rows = evaluator._read_rows(32)
         assert (rows == corpus.rows[::3]).all()
         for number, entry in enumerate(corpus.manifest.shards):
             first = number * ROWS_OF_A_SHARD
             path = tmp_path / "cache" / f"{entry.sha256}.tar"
             flip_last_token_of_every_row(path, corpus.rows[first : first + ROWS_OF_A_SHARD])
-        assert (evaluator._rows(32) == rows).all()
+        assert (evaluator._read_rows(32) == rows).all()
         assert cache.node_cache.refetches == 4
 
 

@@ -50,7 +50,10 @@ class AllSections(Section):
 
     @property
     def starting_weights(self) -> TrainConfig:
-        """Return section `train` as the source of initial weights, without a frozen generator's (no start)."""
+        """Return section `train`, whose `init_from` and `init_generator_from` name the weights that a run starts from.
+
+        A frozen generator is also named by `init_generator_from`. It is not trained, so the key is then unset here.
+        """
         if self.objective.generator != "frozen":
             return self.train
         return self.train.model_copy(update={"init_generator_from": None})

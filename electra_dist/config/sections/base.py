@@ -36,7 +36,7 @@ LocalFolder = Annotated[str, AfterValidator(_without_tilde)]
 
 
 def refuse_boolean(value: Any) -> Any:
-    """Return a config value; raise ValueError for a boolean, because pydantic would take `true` for the number 1."""
+    """Return `value`; raise ValueError if it is a boolean, because pydantic would take `true` for the number 1."""
     if isinstance(value, bool):
         raise ValueError(
             "a boolean is not a value of this key (in YAML yes, no, on and off are booleans unless they are in quotes)"

@@ -152,16 +152,16 @@ class ModelConfig(Section):
         return self.architecture == "bert" or layer % self.global_every == 0
 
     def visible_keys(self, num_layers: int, seq_len: int) -> int:
-        """Return how many tokens a token attends to at most, added up over the layers of one network.
+        """Return the sum over a network's layers of how many tokens a token attends to at most.
 
-        A global layer counts all `seq_len` tokens of a row, a local layer the tokens of its window.
+        In a global layer these are all `seq_len` tokens of a row, in a local layer the tokens of its window.
         """
         num_global = num_layers if self.architecture == "bert" else math.ceil(num_layers / self.global_every)
         window = min(seq_len, 2 * (self.local_window // 2) + 1)
         return num_global * seq_len + (num_layers - num_global) * window
 
     def with_vocabulary_of(self, size: int) -> ModelConfig:
-        """Return the section for a vocabulary of `size` tokens if that is less than `vocab_size`, else itself."""
+        """Return the section with `vocab_size` lowered to `size`, or the section itself if it is not larger."""
         return self.model_copy(update={"vocab_size": size}) if size < self.vocab_size else self
 
     @property

@@ -22,7 +22,10 @@ from electra_dist.config.sections.base import NonNegative, Section
 
 
 class ObjectiveFacts(NamedTuple):
-    """What an objective has and predicts, by which other code chooses. Defaults: replaced-token detection."""
+    """Properties of a pretraining objective, such as whether it has a generator and what the large tower predicts.
+
+    The defaults are those of replaced-token detection.
+    """
 
     has_generator: bool = True  # without one, the large tower is the only network, and it reads [MASK]
     generator_can_be_fixed: bool = True  # `objective.generator` and `objective.random_share` may replace its samples
@@ -46,7 +49,7 @@ OBJECTIVES = {
 
 
 class ObjectiveConfig(Section):
-    """Settings of what is learned: the pretraining objective, masking, sampling of replacements, and loss weights."""
+    """Settings of what is learned: the objective, which tokens are masked, what replaces them, the loss weights."""
 
     name: Literal["rtd", "mlm", "rtd_masked_only", "replace_mlm", "all_tokens_mlm", "electric", "adversarial"] = Field(
         default="rtd",

@@ -97,7 +97,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """Length of the run, size of a step, numeric precision, skipped steps and initial weights."""
+    """Settings of the step loop: number of steps, rows of a step, number format, skipped steps, initial weights."""
 
     num_steps: Positive = Field(description="Optimizer steps of the whole run; the learning-rate schedule ends there.")
     global_batch: Size = Field(description="Rows in an optimizer step, summed over all ranks and micro-batches.")
@@ -149,8 +149,8 @@ class TrainConfig(Section):
     def micro_batches(self, num_ranks: int) -> int:
         """Return how many micro-batches each rank processes per step: global_batch / (micro_batch * num_ranks).
 
-        The result is 0 if the quotient is not a whole number. Training on this number of ranks then needs the smaller
-        micro-batch that `fitting_micro_batch` returns.
+        The result is 0 if this is not a whole number; training then needs a smaller micro-batch
+        (`fitting_micro_batch`).
         """
         rows_per_pass = self.micro_batch * num_ranks
         if self.global_batch % rows_per_pass:
@@ -158,10 +158,10 @@ class TrainConfig(Section):
         return self.global_batch // rows_per_pass
 
     def fitting_micro_batch(self, num_ranks: int) -> int:
-        """Return the micro-batch, in rows, that training on a given number of ranks uses.
+        """Return how many rows a micro-batch has on `num_ranks` ranks: at most `micro_batch`, so that all are full.
 
-        It is the largest number up to `micro_batch` that divides the rows per rank and step, global_batch / num_ranks.
-        The result is 0 if the ranks cannot share the global batch evenly and so cannot train with this config.
+        It is the largest such number that divides the rows of a rank, global_batch / num_ranks; 0 if that is not a
+        whole number, so that these ranks cannot train with this config.
         """
         rows_per_rank, remaining_rows = divmod(self.global_batch, num_ranks)
         if remaining_rows:
@@ -180,7 +180,7 @@ def divisors(number: int) -> list[int]:
 
 
 class GuardConfig(Section):
-    """Limits that keep a run from diverging: a step beyond them is stopped, or the run goes back to a checkpoint."""
+    """Limits that keep a run from diverging: when a step makes no update, when the run goes back to a checkpoint."""
 
     window: Annotated[int, Field(ge=2, le=2**24)] = Field(
         default=128,
@@ -207,10 +207,11 @@ class GuardConfig(Section):
 
     @property
     def most_skipped(self) -> int:
-        """Return how many steps before the newest checkpoint a rollback (return to a checkpoint) skips at most.
+        """Return how many of the steps that a rollback skips may lie before the newest checkpoint.
 
-        A rollback skips the `max_in_a_row` stopped steps, and `skip_before` steps before the first of them. The newest
-        checkpoint may have been saved just before the last stopped step; all other skipped steps then precede it.
+        A rollback (return to a checkpoint) skips the `max_in_a_row` stopped steps, and `skip_before` steps before the
+        first of them. The newest checkpoint may have been saved just before the last stopped step; all other skipped
+        steps then precede it.
         """
         return self.skip_before + self.max_in_a_row - 1
 
@@ -242,7 +243,7 @@ class GeneratorOptimizerConfig(Section):
 
 
 class OptimizerFacts(NamedTuple):
-    """Where an optimizer runs; `engine/optimizer.py` has its class."""
+    """What an optimizer's name decides: which implementations it has, and whether ZeRO may split its parameters."""
 
     implementations: tuple[str, ...] = ("apex", "deepspeed", "foreach")  # values of `optimizer.implementation`
     needs_whole_parameters: bool = False  # only ZeRO stage 0 gives an optimizer more than pieces of them
@@ -324,7 +325,7 @@ class OptimizerConfig(Section):
 
     @property
     def facts(self) -> OptimizerFacts:
-        """Return what the optimizer's name alone decides."""
+        """Return the implementations and needs of the optimizer `name`."""
         return OPTIMIZERS[self.name]
 
     def trapezoid_decay_steps(self, num_steps: int) -> int:
@@ -352,7 +353,7 @@ class OptimizerConfig(Section):
         return None if self.generator is None else self.for_generator.learning_rate(step, num_steps)
 
     def peak_learning_rate(self, num_steps: int) -> tuple[int, float]:
-        """Return the step with the highest learning rate of a run, and that learning rate."""
+        """Return (step with the highest learning rate of a run of `num_steps` steps, that learning rate)."""
         # During the warm-up the polynomial is a constant times t * (1 - t / num_steps) ** decay_power, whose
         # derivative is 0 here. After the warm-up it only falls.
         turning_point = num_steps / (1.0 + self.decay_power)
