@@ -79,8 +79,8 @@ def with_prefix(progress: Progress, prefix: str) -> Progress:
 class CheckpointScores:
     """Scores of a comparison's checkpoints, which are made once and kept in a file.
 
-    An `entry` is the name of the run's objective in the config, or "random" for the initial weights, which have step
-    0.
+    In the methods, `entry` is the name of the run's objective in the comparison's config, or "random" for the initial
+    weights, which have step 0.
     """
 
     def __init__(self, file: Path, fingerprint: str) -> None:
@@ -93,7 +93,10 @@ class CheckpointScores:
         return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
 
     def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> CheckpointScore | None:
-        """Return a checkpoint's stored score; None if there is none for the present config, corpus and task data."""
+        """Return the stored score of a run's checkpoint by one measure.
+
+        It is None if there is none, or only one that was made with another config, corpus or task data.
+        """
         measured = self._store.find(self._identity(cell, step, measure), cell.seed)
         if measured is None:
             return None
@@ -155,7 +158,7 @@ class CheckpointScores:
         )
 
     def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
-        """Return a digest of everything on which the score of a run's checkpoint depends."""
+        """Return a digest of everything on which the score of a run's checkpoint by a measure depends."""
         # A run records the version of its arithmetic (numerics), which is used here: scores of older runs stay valid.
         numerics = recorded_numerics(Path(cell.config.run_dir))
         return digest_of(

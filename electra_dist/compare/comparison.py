@@ -170,7 +170,7 @@ class Comparison:
             self._scores.add_trigram_score(measure, seed, measured)
 
     def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
-        """Score the saved checkpoints of unfinished runs; those of finished runs are scored later, during training."""
+        """Score the saved checkpoints of unfinished runs, before these go on; finished runs are scored later."""
         for cell in cells:
             is_finished = cell.marks[-1] in saved_steps(cell)
             if not is_finished:
@@ -197,7 +197,7 @@ class Comparison:
                 self._failures[key] = Failure(entry=cell.entry, seed=cell.seed, what=what)
 
     def _summary(self, cell: Cell) -> str:
-        """Return a line on a finished run: its steps, and how many of its checkpoints have all their scores."""
+        """Describe a finished run in a line: its steps, and how many of its checkpoints have all their scores."""
         run = self._state(cell)
         return f"{run.num_steps:,} steps, {run.num_scored} of {run.num_checkpoints} checkpoints scored"
 
@@ -237,7 +237,7 @@ class Comparison:
         )
 
     def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
-        """Return the measures that are due at `step`; those with `at: ends` score only the first and last weights."""
+        """Return the measures by which a run's checkpoint at `step` is scored; some score the first and last only."""
         is_first_or_last = step in (0, cell.marks[-1])
         return [
             measure
@@ -246,27 +246,18 @@ class Comparison:
         ]
 
     def scores(self) -> list[CheckpointScore]:
-        """Read all valid scores: those of the anchors, then those of each objective by seed and step."""
-        checkpoints = []  # (name of the objective, run, step)
+        """Read all stored scores: of initial weights, of the trigram model, then by objective, seed and step."""
         first_objective = self._compare.objectives[0].name
+        found: list[CheckpointScore | None] = []
         for cell in self.plan.of(first_objective):  # the initial weights are scored once per seed
-            checkpoints.append((RANDOM, cell, 0))
+            found += [self._scores.find(RANDOM, cell, 0, measure) for measure in self._measures]
+        first_seed = self._compare.seeds[0]
+        found += [self._scores.find_trigram_score(measure, first_seed) for measure in self._measures]
         for objective in self._compare.objectives:
             for cell in self.plan.of(objective.name):
                 for step in cell.marks:
-                    checkpoints.append((objective.name, cell, step))
-
-        scores = []
-        for entry, cell, step in checkpoints:
-            for measure in self._measures:
-                score = self._scores.find(entry, cell, step, measure)
-                if score is not None:
-                    scores.append(score)
-        first_seed = self._compare.seeds[0]
-        of_trigrams = [self._scores.find_trigram_score(measure, first_seed) for measure in self._measures]
-        num_random = sum(score.entry == RANDOM for score in scores)
-        scores[num_random:num_random] = [score for score in of_trigrams if score is not None]
-        return scores
+                    found += [self._scores.find(cell.entry, cell, step, measure) for measure in self._measures]
+        return [score for score in found if score is not None]
 
     def failures(self) -> list[Failure]:
         """Return the runs and checkpoints that failed in this process, then the failures that stored scores record."""

@@ -31,7 +31,7 @@ _NUM_TICKS = 6  # of the axis of differences, about
 
 
 class RunState(NamedTuple):
-    """How far one run of a comparison is, and how many of its checkpoints that are to be scored have all scores."""
+    """Progress of one run of a comparison: its steps, and how many of its checkpoints have all their scores."""
 
     entry: str  # name of the objective's entry
     seed: int
@@ -57,7 +57,7 @@ class _Bar(NamedTuple):
 def comparison_page(
     results: ComparisonResults, runs: Sequence[RunState], failures: Sequence[Failure], curves: Sequence[RunCurves]
 ) -> str:
-    """Return compare.html; `runs` are in the order of the plan, `curves` what runs have recorded at evaluations."""
+    """Return the text of compare.html; `runs` are in the order of the plan, `curves` are of the runs' evaluations."""
     compare = results.compare
     names = [objective.name for objective in compare.objectives]
     color_of = placeholder_colors(names)
@@ -125,7 +125,7 @@ def _tiles(results: ComparisonResults, runs: Sequence[RunState], failures: Seque
 
 
 def _standard_errors(results: ComparisonResults) -> float:
-    """Return how many standard errors a bar of a difference reaches to both sides."""
+    """Return to how many standard errors on both sides a bar of a difference reaches: those of the criterion, or 2."""
     criterion = results.compare.criterion
     return _STANDARD_ERRORS if criterion is None or not criterion.standard_errors else criterion.standard_errors
 
@@ -146,13 +146,15 @@ def _difference_tables(results: ComparisonResults, variables: Mapping[str, str])
 def _bars(
     results: ComparisonResults, differences: Sequence[Difference], variables: Mapping[str, str], is_judged: bool
 ) -> dict[str, Any]:
-    """Return the axis of a table of differences and its bars by measure, with positions in % of the width."""
+    """Return the axis of a table of differences and its bars by measure, with positions in % of the width.
+
+    With `is_judged`, a bar also says whether the comparison's criterion is passed.
+    """
     reach = 100 * _standard_errors(results)
-    low_high = [
-        (100 * difference.mean - reach * error, 100 * difference.mean + reach * error)
-        for difference in differences
-        for error in [difference.standard_error or 0.0]
-    ]
+    low_high = []  # ends of each bar, in percentage points
+    for difference in differences:
+        half_width = reach * (difference.standard_error or 0.0)
+        low_high.append((100 * difference.mean - half_width, 100 * difference.mean + half_width))
     ends = [0.0, *(end for both in low_high for end in both)]
     ticks = [float(tick) for tick in MaxNLocator(_NUM_TICKS).tick_values(min(ends), max(ends))]
 
@@ -185,7 +187,7 @@ def _bars(
 
 
 def _judgement(results: ComparisonResults, difference: Difference) -> str:
-    """Return whether the criterion is passed by a difference; "" if it does not ask for it."""
+    """Return whether a difference passes the comparison's criterion; "" if the criterion does not ask for it."""
     criterion = results.compare.criterion
     if criterion is None or results.verdict is None:
         return ""
@@ -202,7 +204,7 @@ def _seeds_text(results: ComparisonResults, difference: Difference) -> str:
 
 
 def _rates(results: ComparisonResults) -> list[list[str]]:
-    """Return a row for each objective: its learning rate, and how it was chosen."""
+    """Return a row of cells for each objective: its name, its learning rate, and how that was chosen."""
     choice_of = {choice.entry: choice for choice in results.rates}
     rows = []
     for entry in results.compare.objectives:

@@ -102,7 +102,10 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
 
 
 def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
-    """Scale the base config's `decay_steps` to a run of `num_steps` steps, to at least 1; None if it has none."""
+    """Return as large a part of `num_steps` as the config's `decay_steps` are of its run, at least 1 step.
+
+    It is None if the config does not set `decay_steps`.
+    """
     if config.optimizer.decay_steps is None:
         return None
     decay_share = config.optimizer.decay_steps / config.train.num_steps
@@ -110,7 +113,10 @@ def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:
-    """Return the steps whose checkpoints are scored: 250 and 1,000 of 1,000 if `evaluate_at` is (0.25, 1.0)."""
+    """Return the steps whose checkpoints are scored: 250 and 1,000 of 1,000 if `evaluate_at` is (0.25, 1.0).
+
+    Raises UserError, which names the objective `entry`, if two of them are the same step.
+    """
     steps = tuple(max(1, round(share * num_steps)) for share in compare.evaluate_at)
     if len(set(steps)) < len(steps):
         raise UserError(

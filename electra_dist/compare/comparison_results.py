@@ -52,7 +52,7 @@ _NUM_LAST = 3  # checkpoints at the end of each run over which a second table of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Record of a run that did not finish, a checkpoint that could not be scored, or a failed seed of fine-tuning."""
+    """Run that did not finish, checkpoint that could not be scored, or seed of fine-tuning that failed."""
 
     entry: str  # name of the objective's entry, or "random" for the initial weights
     seed: int
@@ -61,7 +61,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreSummary:
-    """Scores of one objective on one task after some steps, for all its seeds, as fractions: one cell of the table."""
+    """Scores of one objective on one task after some steps, as fractions, of all its seeds."""
 
     median: float
     low: float
@@ -108,7 +108,7 @@ def _summarize_columns(row_scores: Sequence[CheckpointScore], tasks: Mapping[str
 
 
 def score_failures(scores: Sequence[CheckpointScore]) -> list[Failure]:
-    """Return the failures recorded in scores, with descriptions such as "rte after 1,000 steps: degenerate: ..."."""
+    """Return the failures that stored scores record, described as in "rte after 1,000 steps: degenerate: ..."."""
     failures = []
     for score in scores:
         for reason in score.measured.failures:
@@ -165,12 +165,12 @@ def markdown(
 
 
 def _scores_by_seed(scores: Sequence[CheckpointScore], task: str) -> dict[int, float]:
-    """Return each pretraining seed's score on one task; seeds without a score are left out."""
+    """Return pretraining seed -> score on one task; seeds without a score are left out."""
     return {score.seed: score.value for score in scores if score.task == task and score.value is not None}
 
 
 def _average_by_seed(by_task: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return each seed's mean score over the tasks, by ascending seed; seeds that lack a score are left out."""
+    """Return seed -> mean over the tasks, from seed -> score of each task; seeds that lack a score are left out."""
     seeds_per_task = [set(by_seed) for by_seed in by_task]
     complete_seeds = set.intersection(*seeds_per_task)
     return {seed: statistics.fmean(by_seed[seed] for by_seed in by_task) for seed in sorted(complete_seeds)}
@@ -204,7 +204,7 @@ def _row_texts(row: ScoreRow, columns: Sequence[str], num_seeds: int) -> list[st
 
 
 def _score_text(summary: ScoreSummary | None, num_seeds: int) -> str:
-    """Format one table cell in per cent, as in "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" if there is no score."""
+    """Format median, lowest and highest score in per cent: "70.0 (60.0 to 90.0, 2 of 3 seeds)"; "-" for None."""
     if summary is None:
         return "-"
     num_scores = len(summary.scores)
@@ -272,7 +272,7 @@ class ComparisonResults:
             self.verdict = judge(compare.criterion, self._last_scores, len(compare.seeds))
 
     def _baselines(self, measures: Sequence[Measure], existing: Collection[str]) -> dict[str, str]:
-        """Return for each existing column the objective to which differences are formed.
+        """Return for each existing column of scores the objective whose score is subtracted from the others'.
 
         It is the baseline or, if that has no score in the column, the first objective that can have one.
         """
@@ -369,7 +369,10 @@ class ComparisonResults:
         return table
 
     def _differences(self, scores: Sequence[CheckpointScore], baseline_of: Mapping[str, str]) -> list[Difference]:
-        """Return the differences by objective, then by column, if any seed has both scores."""
+        """Return each objective's difference to the baseline in each column, if a seed has the scores of both.
+
+        `baseline_of` maps each column to the objective whose score is subtracted.
+        """
         found = [
             paired_difference(scores, objective.name, baseline, column)
             for objective in self.compare.objectives

@@ -47,13 +47,16 @@ _ROWS_PER_BATCH = 16  # of the generator, whose output at a masked position has 
 
 
 class _AucMeasure(Measure):
-    """Part that the measures have in common: a ROC-AUC of tokens, with the error over the choice of the rows."""
+    """Base class of measures that give a ROC-AUC of tokens, with its standard error over the choice of the rows."""
 
     metric = "ROC-AUC"
     is_task = False
 
     def _auc(self, scores: torch.Tensor, is_replaced: np.ndarray, rows: np.ndarray) -> Measured:
-        """Return the AUC of n scores, high for original tokens; `rows` has the number of each token's row."""
+        """Return the ROC-AUC of the scores of n tokens, high for original ones, with its error and resamples.
+
+        `rows` has the number of each token's row; the rows are the items that are resampled.
+        """
         replaced_scores = -scores.numpy()
         auc, standard_error = auc_with_standard_error(replaced_scores, is_replaced, rows)
         if np.isnan(standard_error):  # it is not known with a single row
@@ -172,7 +175,7 @@ class DetectionMeasure(_AucMeasure):
         return self._auc(scores, is_replaced, np.array([row for row, _ in self._places]))
 
     def _sample(self, generator: Pretrained, device: torch.device, progress: Progress) -> list[list[int]]:
-        """Return the rows with a sample of the generator at each masked position, at temperature 1."""
+        """Return the rows of token ids with a sample of the generator, at temperature 1, at each masked position."""
         special = generator.special
         masked_rows = [row.copy() for row in self._rows]
         for masked_row, positions in zip(masked_rows, self._masked, strict=True):

@@ -15,6 +15,7 @@ may be a little too high for all of it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ class RateChoice(Record):
         return f"{self.entry}: {self.chosen:g}, {self.reason()}"
 
     def reason(self) -> str:
-        """Return what decided, with the values of all rates."""
+        """Return how the rate was chosen, with the values that all rates reached."""
         values = [
             f"{rate:g} gives {'a failed run' if value is None else format(value, '.4f')}"
             for rate, value in zip(self.rates, self.values, strict=True)
@@ -117,12 +118,9 @@ class RateSearch:
             for entry, cells in cells_of.items():
                 failures = [runs.result(cell, _named(progress, cell)) for cell in cells]
                 choice = _choose(entry, cells, failures, fingerprint)
-                line = JsonlFile(self._file)
-                try:
-                    line.append(choice)
-                    line.sync()
-                finally:
-                    line.close()
+                with contextlib.closing(JsonlFile(self._file)) as file:
+                    file.append(choice)
+                    file.sync()
                 made.append(choice)
         return made
 
@@ -133,13 +131,14 @@ def with_rates(compare: CompareConfig, choices: Sequence[RateChoice]) -> Compare
     It is the chosen one or, before there is a choice, the first one.
     """
     chosen = {choice.entry: choice.chosen for choice in choices}
-    objectives = [
-        entry.model_copy(update={"set": entry.set | {"optimizer.lr": chosen.get(entry.name, entry.lr[0])}})
-        if entry.lr
-        else entry
-        for entry in compare.objectives
-    ]
-    return compare.model_copy(update={"objectives": tuple(objectives)})
+
+    def with_rate(entry: Entry) -> Entry:
+        if not entry.lr:
+            return entry
+        rate = chosen.get(entry.name, entry.lr[0])
+        return entry.model_copy(update={"set": entry.set | {"optimizer.lr": rate}})
+
+    return compare.model_copy(update={"objectives": tuple(map(with_rate, compare.objectives))})
 
 
 def _trial(entry: Entry, rate: float) -> Entry:
@@ -157,7 +156,10 @@ def _digest(cells: Sequence[Cell], fingerprint: str) -> str:
 
 
 def _choose(entry: str, cells: Sequence[Cell], failures: Sequence[str], fingerprint: str) -> RateChoice:
-    """Choose the rate of the best run; `failures` has "" for each run that has finished, else the reason."""
+    """Choose the learning rate of an objective's best short run; raise UserError if no run has a finite value.
+
+    `failures` has for each run why it failed, or "" if it has finished. `fingerprint` is that of the corpus.
+    """
     finds_replacements = not cells[0].config.objective.facts.predicts_tokens
     values = [None if failure else _value(cell.config) for cell, failure in zip(cells, failures, strict=True)]
     known = {cell.config.optimizer.lr: value for cell, value in zip(cells, values, strict=True) if value is not None}

@@ -78,7 +78,10 @@ class TaskMeasure(Measure):
     """Measure of how well an encoder solves a task: with a linear probe of frozen states, or fine-tuned."""
 
     def __init__(self, name: str, task: Task, entry: TaskEntry, settings: FinetuneConfig) -> None:
-        """Store the task and how to score it; a linear probe uses only the settings that turn texts into examples."""
+        """Measure by `task` under the column `name`; `entry` says how, `settings` are those of fine-tuning.
+
+        A linear probe uses only the settings that turn texts into examples.
+        """
         self.name = name
         self.mode = entry.how
         self.metric = task.metric
@@ -95,8 +98,8 @@ class TaskMeasure(Measure):
     def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Return the score of the probe at the chosen layer, or the median over the seeds of fine-tuning.
 
-        The results on single items, and their error, are those of the seed whose score is next to the median. The
-        score is None if all seeds diverged. A seed counts as a failure if it diverged, or predicts the same for
+        The results on single examples, and their error, are those of the seed whose score is nearest to the median.
+        The score is None if all seeds diverged. A seed counts as a failure if it diverged, or predicts the same for
         all examples.
         """
         device = device_of_choice()
@@ -113,15 +116,15 @@ class TaskMeasure(Measure):
                 task=self.name, mode=self.mode, metric=self.metric, score=None, failures=tuple(summary.failed.values())
             )
         score_of = {seed: result.score for seed, result in enumerate(results) if result.score is not None}
-        middle = results[min(score_of, key=lambda seed: abs(score_of[seed] - median))]
+        nearest = results[min(score_of, key=lambda seed: abs(score_of[seed] - median))]
         return Measured(
             task=self.name,
             mode=self.mode,
             metric=self.metric,
             score=self._unit * median,
             failures=tuple(summary.failed.values()),
-            standard_error=None if middle.standard_error is None else self._unit * middle.standard_error,
-            items=None if middle.items is None else middle.items.in_unit(self._unit),
+            standard_error=None if nearest.standard_error is None else self._unit * nearest.standard_error,
+            items=None if nearest.items is None else nearest.items.in_unit(self._unit),
         )
 
 
@@ -199,9 +202,10 @@ class TreebankMeasure(Measure):
 
 
 def _of_pair_scores(name: str, scores: list[PairScore]) -> Measured:
-    """Return the accuracy on all pairs with its standard error; `details` has the accuracy on each kind of pair.
+    """Return the result of a measure on minimal pairs: the accuracy on all pairs, with its standard error.
 
-    The metrics are the mean margin in nats and, for a masked language model, the accuracy by each readout.
+    Its `details` are the accuracies on each kind of pair; its metrics are the mean margin in nats and, for a masked
+    language model, the accuracy by each readout. The last of `scores` is that of all pairs.
     """
     *kind_scores, total = scores
     assert total.phenomenon == ALL

@@ -83,7 +83,7 @@ class Pretrainings:
             self._started[cell.name] = self._pool.submit(pretrain, cell, self._ranks, self._pause)
 
     def _pause(self) -> None:
-        """Sleep for half a second; raise _StoppedError at once if the pool is closed."""
+        """Sleep for half a second; raise _StoppedError as soon as the `with` block has ended."""
         if self._stop.wait(_POLL_S):
             raise _StoppedError
 
@@ -158,7 +158,7 @@ def _log_file(cell: Cell) -> Path:
 
 
 def _last_error(log: Path, begin: int) -> str:
-    """Return the log's last line that starts with "error: ", or else its last line; skip the first `begin` bytes."""
+    """Return the last line of a log that starts with "error: ", or else its last; skip the first `begin` bytes."""
     last_line = "it has written nothing to the log"
     last_error = ""
     for line in log.read_bytes()[begin:].decode(errors="replace").splitlines():

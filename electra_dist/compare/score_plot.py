@@ -100,7 +100,10 @@ def curve_diagrams(curves: Sequence[RunCurves], color_of: Mapping[str, str]) -> 
 
 
 def placeholder_colors(entries: Iterable[str]) -> dict[str, str]:
-    """Assign a color to each objective in `entries`, not to anchors; from the ninth objective on, colors repeat."""
+    """Assign a placeholder color to each objective in `entries`; from the ninth objective on, colors repeat.
+
+    The rows of the initial weights and of the trigram model get none.
+    """
     names = [entry for entry in dict.fromkeys(entries) if entry not in _ANCHORS]
     return dict(zip(names, itertools.cycle(SERIES)))
 
@@ -114,7 +117,7 @@ def _curve_titles(curves: Sequence[RunCurves]) -> dict[str, str]:
 
 
 def _hover_line(label: str, color: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return what a page shows of a line under the pointer; the places on its axis are FLOPs."""
+    """Return what a page shows of a line while the pointer is over it; `points` are (FLOPs, value)."""
     steps, values = zip(*points, strict=True)
     return {"label": label, "color": VARIABLES[color], "steps": steps, "values": values}
 
@@ -129,7 +132,7 @@ def _draw_curves(axes: Axes, curves: Sequence[RunCurves], field: str, color_of: 
 
 @contextmanager
 def _new_picture(titles: Iterable[str], legend_handles: Sequence[Line2D], path: Path) -> Iterator[list[Axes]]:
-    """Yield empty panels with titles below a common legend, and write them as a PNG when the `with` block ends."""
+    """Yield empty panels for the titles, and write them with a common legend as a PNG when the `with` block ends."""
     titles = list(titles)
     num_columns = min(_MAX_COLUMNS, len(titles))
     num_rows = math.ceil(len(titles) / num_columns)

@@ -17,6 +17,7 @@ Limits: with two seeds the seed error has one degree of freedom, so a difference
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -117,7 +118,10 @@ def difference_text(difference: Difference | None) -> str:
 
 
 def difference_title(task: str, other: str, baseline: str) -> str:
-    """Return the title of the differences on a task to the objective `other`, among those to `baseline`."""
+    """Return the title of a column of differences on a task, which names the objective `other` that is subtracted.
+
+    It does not name the `baseline` of the table, from which most differences are taken.
+    """
     return task if other == baseline else f"{task} (minus {other})"
 
 
@@ -173,7 +177,7 @@ def markdown_row(cells: Sequence[str]) -> str:
 
 
 def _by_seed(scores: Sequence[CheckpointScore], entry: str, task: str) -> dict[int, list[CheckpointScore]]:
-    """Return the scores of objective `entry` on `task` by seed, in the order of the checkpoints."""
+    """Return seed -> scores of the objective `entry` on `task`, in the order of the checkpoints."""
     by_seed: dict[int, list[CheckpointScore]] = {}
     for score in scores:
         if score.entry == entry and score.task == task and score.value is not None:
@@ -194,9 +198,10 @@ def _p_value(mean: float, standard_error: float, num_seeds: int) -> float:
 
 
 def _paired_error(entry_scores: Sequence[CheckpointScore], baseline_scores: Sequence[CheckpointScore]) -> float | None:
-    """Return the standard error of a mean difference over the choice of test examples that both have in common.
+    """Return the standard error, over the choice of the test examples, of the mean difference between two objectives.
 
-    None if the results on single examples are not kept for all scores, or are of different examples.
+    Both were tested on the same examples. It is None if the results on single examples are not kept for all scores,
+    or are of different examples.
     """
     gains = []
     kind_sizes: list[int] = []
@@ -299,19 +304,19 @@ class StatedCriterion(Record):
 
 
 def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str:
-    """Append a new or changed criterion to criterion.jsonl; return a sentence that says when it was stated."""
+    """Append a criterion to criterion.jsonl if it is new or has changed; return a sentence on when it was stated.
+
+    `num_scores` is the number of scores that exist already.
+    """
     file = folder / CRITERION_FILE
     content = criterion.model_dump(mode="json")
     records = list(read_records(file, StatedCriterion.model_validate))
     if not records or records[-1].criterion != content:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         record = StatedCriterion(time=now, scores=num_scores, criterion=content)
-        lines = JsonlFile(file)
-        try:
+        with contextlib.closing(JsonlFile(file)) as lines:
             lines.append(record)
             lines.sync()
-        finally:
-            lines.close()
         records.append(record)
     latest = records[-1]
     origin = "stated" if len(records) == 1 else f"changed (version {len(records)})"

@@ -25,7 +25,7 @@ from electra_dist.finetune.models import TaskModel
 from electra_dist.finetune.stored_scores import Measured
 from electra_dist.finetune.task import TextFile
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.pretrained.export import export_task_model
+from electra_dist.pretrained.export import write_model_folder
 from electra_dist.pretrained.hf import State
 from electra_dist.store.atomic_files import read_regular, writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
@@ -79,7 +79,7 @@ def write_seed_folder(
 def _write_model(folder: Path, encoder: Pretrained, config: dict[str, Any], weights: State) -> None:
     """Write a model for transformers with the encoder's tokenizer; raise StoreError if the disk takes no weights."""
     try:
-        export_task_model(
+        write_model_folder(
             weights=weights,
             config=config,
             vocabulary=encoder.vocabulary,

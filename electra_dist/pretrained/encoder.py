@@ -75,7 +75,7 @@ class Backbone(nn.Module):
         self.encoder = parts.encoder(model, tower, model.embedding_size)
 
     def forward(self, ids_BS: torch.Tensor, dropout_keys: DropoutKeys | None = None) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H]; `dropout_keys` (random keys) are needed in training only."""
+        """Return the states of the last layer, [B, S, H]. Dropout is drawn by `dropout_keys`; None: no dropout."""
         if dropout_keys is None:
             dropout_keys = DropoutKeys.off(ids_BS)
         layout = derive(ids_BS, self.special)
@@ -84,9 +84,9 @@ class Backbone(nn.Module):
         return self.encoder(embedded, mask, dropout_keys)
 
     def layer_states(self, ids_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Return the input of the first layer and the output of each of the L layers, L + 1 tensors [B, S, H].
+        """Return the input of the first layer and the output of each of the L layers: L + 1 tensors [B, S, H].
 
-        The last tensor is what `forward` returns; with the architecture `modern` it is after the final LayerNorm. Call
+        The last one is what `forward` returns; with the architecture `modern` it is after the final LayerNorm. Call
         this in evaluation mode only.
         """
         states: list[torch.Tensor] = []  # [B * S, H]: the layers work on flattened rows
@@ -153,7 +153,8 @@ class Pretrained:
 
         `state` holds whole (not partitioned) parameters, with or without the objective's prefix `towers.`. `model` is
         the section `model` of the training config. With `may_have_unused_rows` the embeddings may have more rows than
-        the vocabulary has tokens, as in models of other programs.
+        the vocabulary has tokens, as in models of other programs. Raises UserError if the vocabulary has another size,
+        or if the model has no such tower.
         """
         num_unused = model.vocab_size - vocabulary.size
         if num_unused < 0 or (num_unused and not may_have_unused_rows):
@@ -190,9 +191,9 @@ class Pretrained:
 
     @cached_property
     def digest(self) -> str:
-        """Return a SHA-256 in hexadecimal that covers the vocabulary and the names and bytes of all weights.
+        """Return a SHA-256 in hexadecimal over the vocabulary and the names and bytes of all weights.
 
-        Fine-tuning stores its results under this digest.
+        Fine-tuning stores its results under this digest, so that they belong to these weights alone.
         """
         digest = hashlib.sha256(self.vocabulary.sha256.encode())
         for key in sorted(self.state):
@@ -223,7 +224,7 @@ class Pretrained:
         return {key: value for key, value in self.state.items() if not key.startswith("head.")}
 
     def _empty_backbone(self, model: ModelConfig) -> Backbone:
-        """Return a module without storage, for which there is a weight of its shape for every parameter."""
+        """Return a module without memory for its parameters, after a check that each has a weight of its shape."""
         with torch.device("meta"), _WithoutInitialValues():
             module = Backbone(model, self.tower, self.special)
         weights = self._backbone_state()
@@ -269,7 +270,7 @@ def load_pretrained(
     if step is not None:
         raise UserError(f"{spec}: step is {step!r}, but only a run has checkpoints to choose from; leave the step out")
     if spec.startswith(RANDOM):
-        return _random(Path(spec.removeprefix(RANDOM)), tower, vocab)
+        return _with_random_weights(Path(spec.removeprefix(RANDOM)), tower, vocab)
     return _from_hugging_face(folder, tower)
 
 
@@ -302,8 +303,8 @@ def _tower_state(state: State, model: ModelConfig, tower: TowerName) -> dict[str
     return submodules(weights, {"embeddings": "embeddings", tower: "encoder", **heads})
 
 
-def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
-    """Return a tower with the initial weights of the config `file`; `vocab` None takes its corpus's vocabulary."""
+def _with_random_weights(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
+    """Return a tower with the initial weights of the config `file`, and the vocabulary `vocab` or its corpus's."""
     config = load_config(file)
     vocabulary = Vocabulary.read(vocab) if vocab else _vocabulary_of_corpus(config, file)
     model = config.model.with_vocabulary_of(vocabulary.size)
@@ -321,7 +322,7 @@ def _random(file: Path, tower: TowerName, vocab: Path | None) -> Pretrained:
 
 
 def _vocabulary_of_corpus(config: Config, file: Path) -> Vocabulary:
-    """Return the vocabulary of a config's corpus; verify it against corpus.json if the corpus has one."""
+    """Read the vocabulary of a config's corpus, which may not be built yet; verify it if there is a corpus.json."""
     store = open_store(config.data.corpus, config.data.endpoint_url)
     if store.exists(MANIFEST_KEY):
         return read_corpus_vocabulary(store, read_manifest(store).tokenizer)
@@ -343,7 +344,7 @@ def _gives_energies(objective_name: str, tower: TowerName) -> bool:
 
 
 def _from_run(run_dir: Path, tower: TowerName, step: Step) -> Pretrained:
-    """Return a tower of a run's checkpoint; one line on stderr names each damaged checkpoint that was skipped."""
+    """Load a tower from a run's checkpoint; print a line to stderr for each damaged checkpoint that is skipped."""
     run = load_run_weights(run_dir, "newest" if step is None else step)
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
@@ -361,7 +362,10 @@ def _from_run(run_dir: Path, tower: TowerName, step: Step) -> Pretrained:
 
 
 def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
-    """Load a Hugging Face folder: as a generator if its head predicts tokens, otherwise as a discriminator."""
+    """Load the model in a Hugging Face folder: a generator if its head predicts tokens, otherwise a discriminator.
+
+    Raises UserError if the folder is not complete, or if a generator is `wanted` and it holds none.
+    """
     model = read_hugging_face_model_config(folder)
     weights = read_weights(folder)
     predicts_tokens = family_of(model).token_mark in weights

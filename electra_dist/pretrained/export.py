@@ -133,7 +133,7 @@ def _check_writable(output: Path) -> None:
 def export_towers(
     state: State, model: ModelConfig, vocabulary: Vocabulary, lowercase: bool, out_dir: Path
 ) -> dict[ModelName, Path]:
-    """Write the Hugging Face folders OUT_DIR/discriminator and, if possible, OUT_DIR/generator; return them by name.
+    """Write both towers of a model as Hugging Face folders OUT_DIR/discriminator and OUT_DIR/generator.
 
     A discriminator with two heads, one of which predicts tokens, gets a folder for each: the second is
     OUT_DIR/masked_lm. The generator's folder is not written if the state has no generator, or if Hugging Face has no
@@ -141,7 +141,7 @@ def export_towers(
     architecture `modern` whose layers have another width than its token table.
 
     `vocabulary` is that of the corpus; `lowercase` says whether its tokenizer lower-cases. Files of the same names in
-    `out_dir` are replaced.
+    `out_dir` are replaced. Returns the folders that were written, by name.
     """
     folders = tower_folders(state, model, out_dir)
     for name, folder in folders.items():
@@ -162,7 +162,7 @@ def _module(parameter: str) -> str:
 
 
 def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[ModelName, Path]:
-    """Return the folders that `export_towers` writes for these weights, by name."""
+    """Return name -> folder of the models that `export_towers` writes for these weights."""
     folders: dict[ModelName, Path] = {"discriminator": out_dir / "discriminator"}
     modules = {_module(name) for name in state}
     has_generator = "generator_head" in modules
@@ -177,7 +177,7 @@ def tower_folders(state: State, model: ModelConfig, out_dir: Path) -> dict[Model
 def export_tower(
     state: State, model: ModelConfig, tower: TowerName, vocabulary: Vocabulary, lowercase: bool, out_dir: Path
 ) -> None:
-    """Write one tower with its tokenizer as a Hugging Face folder; arguments as for `export_towers`.
+    """Write one tower with its head and its tokenizer as a Hugging Face folder; arguments as for `export_towers`.
 
     The model class is ElectraForMaskedLM for a generator, and for a discriminator that was trained to predict tokens;
     otherwise ElectraForPreTraining. With `model.architecture: modern` it is ModernBertForMaskedLM or
@@ -190,29 +190,22 @@ def export_tower(
     config = hf_config(model, tower, special, hf.token_class if predicts_tokens else hf.detection_class)
     if hf is MODERNBERT and not predicts_tokens:
         config |= DETECTION_LABELS
-    _write(tensors, config, vocabulary, lowercase, model.max_positions, out_dir)
+    write_model_folder(tensors, config, vocabulary, lowercase, model.max_positions, out_dir)
 
 
-def export_task_model(
-    weights: State, config: dict[str, Any], vocabulary: Vocabulary, lowercase: bool, max_positions: int, out_dir: Path
-) -> None:
-    """Write a model for a task (such as classification) and its tokenizer as a Hugging Face folder.
-
-    `weights`, in fp32 on the host, and `config` are those of a class of transformers. Files of the same names in
-    `out_dir` are replaced.
-    """
-    _write(dict(weights), config, vocabulary, lowercase, max_positions, out_dir)
-
-
-def _write(
-    tensors: dict[str, torch.Tensor],
+def write_model_folder(
+    weights: dict[str, torch.Tensor],
     config: dict[str, Any],
     vocabulary: Vocabulary,
     lowercase: bool,
     max_positions: int,
     out_dir: Path,
 ) -> None:
-    """Write model.safetensors, config.json and the tokenizer's files; vocab.txt is written for WordPiece only."""
+    """Write a model and its tokenizer as a Hugging Face folder, in which files of the same names are replaced.
+
+    `weights`, in fp32 on the host, and `config`, the content of config.json, are those of a class of transformers.
+    The file vocab.txt is written for a WordPiece tokenizer only.
+    """
     _write_json(out_dir / "config.json", config)
     if vocabulary.tokenizer_json is None:
         _write_file(out_dir / "vocab.txt", vocabulary.text.encode())
@@ -237,7 +230,7 @@ def _write(
         tokenizer_config[f"{role}_token"] = vocabulary.tokens[token_id]  # for WordPiece "mask_token": "[MASK]"
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
     # Last, so that a folder with weights is complete.
-    _write_file(out_dir / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+    _write_file(out_dir / "model.safetensors", save(weights, metadata={"format": "pt"}))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class Family(NamedTuple):
 
 
 def _with_bias(modules: dict[str, str]) -> dict[str, str]:
-    """Return the names of the two parameters, weight and bias, of each module."""
+    """Return {our name: Hugging Face's name} of the parameters weight and bias, from that of their modules."""
     return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in ("weight", "bias")}
 
 
@@ -208,7 +208,7 @@ MODERNBERT = Family(
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Return the family to which a model of this architecture is exported."""
+    """Return the table of Hugging Face's names for a model of this architecture."""
     return MODERNBERT if model.architecture == "modern" else ELECTRA
 
 
@@ -226,7 +226,7 @@ def find_obstacle(model: ModelConfig) -> str:
 
 
 def to_hf(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return a tower's weights with its embeddings and head under Hugging Face's names, in fp32 on the host.
+    """Return the weights of a tower, its embeddings and its head under Hugging Face's names, in fp32 on the host.
 
     No two tensors share memory, as safetensors requires. Raises UserError if Hugging Face has no class for this
     generator.
@@ -282,11 +282,11 @@ def from_hf(theirs: State, model: ModelConfig, tower: TowerName) -> dict[str, to
 
 
 def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, torch.Tensor]:
-    """Return a model's weights, completed so that one tower has all its parameters; in fp32 on the host.
+    """Return a model's weights so that one tower finds all of its own, even those that it shares; fp32 on the host.
 
     Generator and discriminator may share all weights, only the embeddings, or nothing. In the result, `embeddings.`
-    holds what this tower reads, and `discriminator.` or `generator.` holds its layers, even if they are shared. Other
-    parameters, such as heads, keep their names; a prefix `towers.` is removed from all names.
+    holds what this tower reads, and `discriminator.` or `generator.` holds its layers. Other parameters, such as
+    heads, keep their names; a prefix `towers.` is removed from all names.
     """
     weights = {name.removeprefix("towers."): tensor.detach().float().cpu() for name, tensor in state.items()}
     if tower == "generator" and model.sharing == "all":
@@ -307,7 +307,7 @@ def standalone(state: State, model: ModelConfig, tower: TowerName) -> dict[str, 
 
 
 def submodules(state: State, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return the parameters of some submodules; `names` has the name of each in `state` and in the result."""
+    """Return the parameters of the submodules in `names`, which maps their names in `state` to those in the result."""
     found = {}
     for name, tensor in state.items():
         module, _, own_name = name.partition(".")
@@ -327,12 +327,12 @@ def tower_of(model: ModelConfig, tower: TowerName) -> tuple[TowerConfig, int]:
 
 
 def hf_backbone_names(model: ModelConfig, tower: TowerName) -> set[str]:
-    """Return Hugging Face's names for all parameters in the embeddings and layers of a generator or discriminator."""
+    """Return Hugging Face's names of all parameters in the embeddings and layers of a generator or discriminator."""
     return set().union(*_backbone_names(model, tower).values())
 
 
 def with_prefix(theirs: State) -> dict[str, torch.Tensor]:
-    """Return weights with the names of a model with a head; weights without a head lack the prefix of the encoder."""
+    """Rename Hugging Face weights as in a model with a head, where names of the encoder's parameters have a prefix."""
     is_modern = any("tok_embeddings" in name for name in theirs)
     if is_modern:
         has_prefix = not any(name.startswith("embeddings.tok_embeddings.") for name in theirs)
@@ -356,18 +356,18 @@ def _backbone_names(model: ModelConfig, tower: TowerName) -> dict[str, list[str]
         del names[f"{tower}.layers.0.attention_norm.weight"]
     elif width == shape.hidden_size:
         names = {ours: theirs for ours, theirs in names.items() if not theirs.startswith("embeddings_project.")}
-    return {ours: _parts(f"{hf.prefix}{theirs}") for ours, theirs in names.items()}
+    return {ours: _expand(f"{hf.prefix}{theirs}") for ours, theirs in names.items()}
 
 
 def _head_names(model: ModelConfig, head: str) -> dict[str, list[str]]:
-    """Return {our parameter: Hugging Face's parameter, in a list} of a head, which is named as in ElectraTowers."""
+    """Return {our parameter: [Hugging Face's parameter]} of a head; `head` is its name in ElectraTowers."""
     hf = family_of(model)
     table = hf.detection_head if head == "discriminator_head" else hf.token_head
     return {f"{head}.{ours}": [theirs] for ours, theirs in table.items()}
 
 
-def _parts(name: str) -> list[str]:
-    """Return the names for which a name in a table stands: "a.{b,c}" for a.b and a.c, any other for itself."""
+def _expand(name: str) -> list[str]:
+    """Return the names that a name in a `Family` stands for: "a.{b,c}" for a.b and a.c, any other for itself."""
     match = re.fullmatch(r"([^{]*)\{([^}]*)\}(.*)", name)
     if match is None:
         return [name]

@@ -75,10 +75,10 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of a Hugging Face model's config.json; missing keys get the values that transformers assumes.
+    """Read config.json of a Hugging Face folder; missing keys get the values that transformers assumes.
 
-    The key `dtype` names the type to which transformers rounds the weights, or is None. Raises UserError if the model
-    is of another type, or if a setting makes it compute something that this project does not support.
+    In the result, `dtype` names the type to which transformers rounds the weights, or is None. Raises UserError if the
+    model is neither an ELECTRA nor a ModernBERT, or if a setting makes it compute something that is not supported.
     """
     where = f"{folder}/config.json"
     given = read_json_object(folder / "config.json", _AGAIN)
@@ -108,7 +108,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_hugging_face_model_config(folder: Path) -> ModelConfig:
     """Return the config section `model` that describes the Hugging Face model in a folder.
 
-    The folder holds one tower, whereas the section describes two: generator and discriminator get the same shape.
+    The folder holds one tower, but the section describes two: generator and discriminator get the same shape. Raises
+    UserError if config.json is missing, impossible or not supported.
     """
     settings = read_settings(folder)
     sizes = [value for value in settings.values() if isinstance(value, int)]
@@ -188,7 +189,7 @@ def _read_indexed(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _file_within(folder: Path, name: str) -> Path:
-    """Return the path of a file with weights; refuse a name or link that leads out of the model's folder."""
+    """Return FOLDER/NAME, a file with weights; raise UserError if the name or a link leads out of the folder."""
     file = folder / name
     model_folder = Path(os.path.realpath(folder))
     places = [model_folder]
@@ -314,7 +315,7 @@ def _check_read_alike(folder: Path, theirs: State) -> None:
 
 
 def cut_positions(state: State, max_positions: int) -> dict[str, torch.Tensor]:
-    """Return a state dict whose position table, if it has one, is cut to its first `max_positions` rows."""
+    """Return a copy of a state dict whose position table, if it has one, is cut to `max_positions` rows."""
     table = "embeddings.position.weight"
     result = dict(state)
     if table in result:

@@ -19,7 +19,7 @@ _ROTARY_BASES = {_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}  # ke
 
 
 def shape_of(model: ModelConfig, tower: TowerName) -> dict[str, Any]:
-    """Return the settings that a Hugging Face config.json must have for its weights to fit a tower.
+    """Return the settings that a Hugging Face config.json must have for its weights to fit a tower, by its own keys.
 
     They decide the shapes of the weights and the function that the tower computes. The number of positions is the
     smallest that fits: weights may have more, which are cut off.
@@ -43,7 +43,7 @@ def hf_config(model: ModelConfig, tower: TowerName, special: SpecialIds, archite
 
 
 def model_section(settings: Mapping[str, Any], hf: Family) -> dict[str, Any]:
-    """Convert a config.json, from `comparable_settings`, to the fields of the config section `model`.
+    """Convert the settings of a config.json, from `comparable_settings`, to fields of the config section `model`.
 
     A config.json describes one encoder, so both towers of the result get its shape. Raises KeyError if a size is
     missing.
@@ -55,7 +55,7 @@ def model_section(settings: Mapping[str, Any], hf: Family) -> dict[str, Any]:
 
 
 def comparable_settings(where: str, settings: Mapping[str, Any], hf: Family) -> dict[str, Any]:
-    """Return the settings of a config.json with every key that decides shapes, so that they can be compared with ours.
+    """Complete the settings of a config.json: with every key that decides shapes, as `shape_of` returns them.
 
     Newer versions of transformers write a list of layer types instead of `global_attn_every_n_layers`, and the bases
     of the rotary positions in `rope_parameters`; the values of the older keys are then derived from these. Raises
@@ -76,7 +76,7 @@ def comparable_settings(where: str, settings: Mapping[str, Any], hf: Family) -> 
 
 
 def _check_repetitions(where: str, settings: Mapping[str, Any], window: object) -> None:
-    """Raise UserError if `sliding_window` or `head_dim`, which transformers uses, contradicts what other keys say."""
+    """Raise UserError if `sliding_window` or `head_dim` contradicts other keys, because transformers reads the two."""
     half_window = settings.get("sliding_window")
     if "sliding_window" in settings and (not isinstance(window, int) or half_window != window // 2):
         raise UserError(
@@ -105,7 +105,10 @@ def is_of_a_task(settings: Mapping[str, Any]) -> bool:
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rotary positions of a config.json by kind of layer; a `rope_type` other than "default" is refused."""
+    """Return `rope_parameters` of a config.json, kind of layer -> settings of its rotary positions; {} without it.
+
+    Raises UserError for a `rope_type` other than "default".
+    """
     given = settings.get("rope_parameters")
     if given is None:
         return {}
@@ -130,7 +133,7 @@ def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dic
 
 
 def _period(where: str, layer_types: object, num_layers: object) -> int:
-    """Return n if exactly the layers 0, n, 2n, ... have global attention, and all others local windows."""
+    """Return n if exactly the layers 0, n, 2n, ... have global attention; raise UserError if there is no such n."""
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise UserError(
             f"{where}: layer_types is no list of one type for each of the num_hidden_layers {num_layers}; copy the "

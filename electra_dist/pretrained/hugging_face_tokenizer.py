@@ -106,7 +106,10 @@ def _read_folder(path: Path) -> _Folder:
 
 
 def _is_general(folder: _Folder) -> bool:
-    """Return whether transformers uses tokenizer.json as it is, instead of building BERT's tokenizer."""
+    """Return whether transformers uses tokenizer.json as it is, instead of building BERT's tokenizer.
+
+    Raises UserError for a class of tokenizers whose rules are not known, or if the file is needed and missing.
+    """
     is_modern = folder.model.get("model_type") == MODERNBERT.model_type
     name = folder.settings.get("tokenizer_class") or folder.model.get("tokenizer_class")
     if not isinstance(name, str | None):
@@ -166,7 +169,7 @@ def _bert_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
 
 
 def _bert_ids(folder: _Folder) -> dict[str, int]:
-    """Return token -> id of BERT's tokenizer, from tokenizer.json or, if that is missing, from vocab.txt."""
+    """Return token -> id for BERT's tokenizer, from tokenizer.json or, if that is missing, from vocab.txt."""
     if not folder.tokenizer:
         vocab_file = folder.file(VOCAB_FILE)
         with readable(vocab_file):
@@ -204,7 +207,10 @@ def _without_blank(ids: dict[str, int]) -> dict[str, int]:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
-    """Add the tokens that the folder names beside its vocabulary, in transformers' order, so that ids are equal."""
+    """Add the tokens that the folder's settings name beside its vocabulary, in the order of transformers.
+
+    The order decides the ids of tokens that the vocabulary does not have.
+    """
     named = {key: value for key, value in _named_tokens(folder.settings).items() if value is not None}
     given = folder.settings.get("extra_special_tokens")
     older = folder.settings.get("additional_special_tokens") or []
@@ -225,7 +231,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
 
 
 def _named_tokens(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the special tokens that the settings name, by keys such as "cls_token", with BERT's defaults."""
+    """Return the special tokens that the settings name, key such as "cls_token" -> token, with BERT's defaults."""
     names = (*_ROLES, *_OTHER_NAMES)
     named = {key: settings[key] for key in settings if key in names or _is_token(key, settings[key])}
     if (settings.get("tokenizer_class") or "BertTokenizer").removesuffix("Fast") in _BERT_CLASSES:
@@ -239,7 +245,10 @@ def _is_token(key: str, value: object) -> bool:
 
 
 def _declared_tokens(folder: _Folder, special: Iterable[Any]) -> dict[int, tokenizers.AddedToken]:
-    """Return the tokens that the folder adds to its vocabulary, by id; those in `special` become special tokens."""
+    """Return the tokens that the folder's files add to its vocabulary, id -> token.
+
+    Tokens of added_tokens.json, which have no flags there, are special tokens if they are in `special`.
+    """
     if "added_tokens_decoder" in folder.settings:
         declared = folder.settings["added_tokens_decoder"]
         return {int(token_id): _added_token(value, False) for token_id, value in declared.items()}
@@ -266,7 +275,7 @@ def _content(value: Any) -> str | None:
 
 
 def _check_ids(folder: _Folder, source: Path, tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise UserError if the model has no embedding for a token's id. The message names the file `source`."""
+    """Raise UserError, which names the file `source`, if a token's id has no row in the model's embeddings."""
     ids = _without_blank(tokenizer.get_vocab(with_added_tokens=True))
     num_rows = folder.model.get("vocab_size")
     outside = [token for token, token_id in ids.items() if not isinstance(num_rows, int) or token_id >= num_rows]

@@ -18,9 +18,9 @@ Step = int | Literal["best"] | None  # checkpoint of a run: the one after these 
 
 
 def locate_model(spec: str, tower: str = "discriminator") -> str:
-    """Return the path of the model that holds `tower`: `spec`, or a folder in it if `spec` is that of an export.
+    """Return the path of the model that a user names by `spec`; in the folder of an export, the model of `tower`.
 
-    Raises UserError if `spec` is no model.
+    A model on the Hub is downloaded, and a name "random:..." is returned as it is. Raises UserError for another text.
     """
     if spec.startswith(RANDOM):
         return spec

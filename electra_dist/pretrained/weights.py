@@ -159,10 +159,11 @@ class Source(NamedTuple):
 
 
 def find_source(train: TrainConfig) -> Source:
-    """Return the run folder, or the Hugging Face folders, that `train.init_from` names.
+    """Find the weights that `train.init_from` names: a run folder, an export, or a Hugging Face folder.
 
     An export is a folder that contains the Hugging Face folder `discriminator`, and in most cases `generator`. The
-    generator is taken from `train.init_generator_from` if that is set, otherwise from the export if it has one.
+    generator is taken from `train.init_generator_from` if that is set, otherwise from the export if it has one. Raises
+    UserError if the folder is none of the three.
     """
     folder = model_folder(train.init_from or "")
     generator = model_folder(train.init_generator_from) if train.init_generator_from else None
@@ -316,7 +317,7 @@ def load_towers(towers: ElectraTowers, large: State, small: State, where: str) -
 
 
 def weights_sha256(state: State) -> str:
-    """Return a SHA-256 in hexadecimal over the names, shapes and fp32 values of weights, in the order of names."""
+    """Return a SHA-256 in hexadecimal over the sorted names, the shapes and the fp32 values of weights."""
     digest = hashlib.sha256()
     for name in sorted(state):
         values = state[name].detach().to("cpu", torch.float32).contiguous()
@@ -326,7 +327,10 @@ def weights_sha256(state: State) -> str:
 
 
 def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the weights of both state dicts by parameter name in `towers`, and a note if their embeddings differ."""
+    """Return (parameter name in `towers` -> value, log lines) from the state dicts of both towers.
+
+    There is a line if the towers share one set of embeddings, and those of the two state dicts differ.
+    """
     values = {name: value for name, value in small.items() if not name.startswith(_EMBEDDINGS)}
     values |= {name: value for name, value in large.items() if not name.startswith(_EMBEDDINGS)}
     large_embeddings = {name: value for name, value in large.items() if name.startswith(_EMBEDDINGS)}
@@ -342,7 +346,10 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
 
 
 def _assign_separate_embeddings(is_difference: bool, large: State, small: State) -> dict[str, torch.Tensor]:
-    """Return both towers' embeddings; with `is_difference`, the discriminator stores its tables minus the others."""
+    """Return the parameters of both towers' embeddings by name, from those that each tower reads.
+
+    With `is_difference`, the discriminator's tables are stored as differences to the generator's.
+    """
     if not is_difference:
         return {**small, **{f"discriminator_{name}": value for name, value in large.items()}}
     values = dict(small or large)
@@ -376,7 +383,7 @@ def load_frozen_generator(objective: Objective, config: Config) -> None:
 
 
 def read_frozen_generator(config: Config) -> State:
-    """Read the weights of the frozen generator, in fp32 on the host, by their parameter names in `FrozenGenerator`.
+    """Read the weights of a generator that is not trained, fp32 on the host, under the names of `FrozenGenerator`.
 
     Raises UserError if their shape differs from `model.generator`, or if `objective.generator_sha256` is set and their
     digest differs from it.
@@ -414,7 +421,7 @@ def check_generator_vocabulary(config: Config, vocabulary: Vocabulary) -> None:
 
 
 def _large_tower_of_run(run_dir: Path, model: ModelConfig) -> State:
-    """Read the only network of an `mlm` run from its newest good checkpoint; name its parameters as a generator's."""
+    """Read the only network of an `mlm` run from its newest good checkpoint, under the names of a generator."""
     run = load_run_weights(run_dir)
     objective_name = run.config.objective.name
     if objective_name != "mlm":

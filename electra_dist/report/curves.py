@@ -102,9 +102,9 @@ def draw_diagram(name: str, title: str, draw: Callable[[Axes], None], **hover: A
 
 
 def svg_for_page(svg_file: str, title: str) -> str:
-    """Return the <svg> element from matplotlib's text of an SVG, without its size and with CSS variables as colors.
+    """Return the <svg> element from an SVG file of matplotlib, ready to be part of an HTML page.
 
-    `title` is for screen readers.
+    It has no size, CSS variables as colors, and `title` as its label for screen readers.
     """
     svg = svg_file[svg_file.index("<svg") :]  # without the XML header
     # Only the first tag, that of the whole diagram, loses its width and height.
@@ -164,17 +164,17 @@ def _hover_points(line: CurveLine, steps: np.ndarray, values: np.ndarray) -> dic
     chosen = evenly_spaced(len(steps), MAX_HOVER_POINTS)
     points: dict[str, Any] = {
         "steps": [int(step) for step in steps[chosen]],
-        "values": [_short(value) for value in values[chosen]],
+        "values": [_rounded(value) for value in values[chosen]],
     }
     if line.kind == "train" and line.smooth:
         smooth_steps, smooth_values = smooth_curve(steps, values)
         smooth_at_chosen = np.interp(steps[chosen], smooth_steps, smooth_values)
-        points["smooth"] = [_short(value) for value in smooth_at_chosen]
+        points["smooth"] = [_rounded(value) for value in smooth_at_chosen]
     return points
 
 
-def _short(value: float) -> float:
-    """Return a number rounded to five significant figures, which keeps a page small."""
+def _rounded(value: float) -> float:
+    """Round a number to five significant figures, which keeps a page small."""
     return float(f"{value:.5g}")
 
 
@@ -218,7 +218,7 @@ def _draw(axes: Axes, panel: Panel, run: RunCurves, colors: dict[str, str] | Non
 
 
 def _overlay_style(line: CurveLine) -> dict[str, Any]:
-    """Return matplotlib's properties of a line in a diagram of several runs."""
+    """Return matplotlib's properties, except the color, of a line in a diagram in which each run has a color."""
     if line.kind == "eval":
         return {"linewidth": 0.9, "marker": "o", "markersize": 2.5, "linestyle": "-"}
     return {"linewidth": 1.5, "linestyle": "--" if line.is_second else "-"}

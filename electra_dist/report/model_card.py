@@ -206,19 +206,17 @@ def _training(
 
 
 def _training_data(export: Export, phases: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return a row of the card's table "Training" for each corpus that the run read before the exported step."""
+    """Return (name, value) for each corpus that the run read before the exported step; `phases` lists several."""
     if not phases:
         return [("training data", f"corpus with fingerprint {markdown_code(export.state.corpus_fingerprint)}")]
+    rows = []
     uses = uses_of_phases(phases, export.state.step, export.config.train.global_batch)
-    return [
-        (
-            f"training data from step {use.from_step:,} on",
-            f"corpus with fingerprint {markdown_code(use.fingerprint)}: {share:.1%} of the tokens, "
-            f"{use.epochs:.2f} epochs of its {use.corpus_rows:,} rows",
-        )
-        for use, share in zip(uses, token_shares(uses), strict=True)
-        if use.rows
-    ]
+    for use, share in zip(uses, token_shares(uses), strict=True):
+        if use.rows:
+            corpus = f"corpus with fingerprint {markdown_code(use.fingerprint)}"
+            extent = f"{share:.1%} of the tokens, {use.epochs:.2f} epochs of its {use.corpus_rows:,} rows"
+            rows.append((f"training data from step {use.from_step:,} on", f"{corpus}: {extent}"))
+    return rows
 
 
 def _data_sources(sources: Mapping[str, dict[str, Any]]) -> str:
@@ -238,7 +236,7 @@ def _data_sources(sources: Mapping[str, dict[str, Any]]) -> str:
 def tokens_seen(records: Sequence[Metric], rows_seen: int) -> float | None:
     """Estimate the number of tokens, without padding, in `rows_seen` rows; None if no training step is recorded.
 
-    The estimate multiplies by the tokens per row of the newest training record.
+    Rows are taken to have as many tokens as those of the newest training record, on average.
     """
     for record in reversed(records):
         if isinstance(record, StepRecord) and record.rows_seen:

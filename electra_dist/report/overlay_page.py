@@ -40,20 +40,18 @@ def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
 
 
 def unique_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the shortest path suffixes, equally long, that are all distinct.
+    """Return a name for each run: as many last parts of the folders' paths as make all names distinct.
 
-    If a folder is given twice, no suffixes are distinct, and the paths are returned as they were given.
+    If a folder is given twice, the paths are returned as they were given.
     """
     names = shortest_endings([Path(run_dir).resolve().parts for run_dir in run_dirs])
-    if len(set(names)) == len(names):
-        return names
-    return [str(run_dir) for run_dir in run_dirs]  # one folder was given twice
+    return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
 
 
 def shortest_endings(all_parts: Sequence[Sequence[str]]) -> list[str]:
-    """Return the shortest suffixes of paths, of equally many parts, that are all distinct, joined by "/".
+    """Return for each path, given as its parts, as few last parts as make all results distinct, joined by "/".
 
-    If two paths are equal, the whole paths are returned.
+    All results have equally many parts. If two paths are equal, the whole paths are returned.
     """
     longest = max(len(parts) for parts in all_parts)
     names: list[str] = []
@@ -99,7 +97,7 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
     tokens_per_s = metrics.median("tokens_per_s")
     corpus = run.environment.get("corpus")
     commit = run.environment.get("commit")
-    figures = {
+    return {
         "state": run.state()[1],
         "context AUC, held out": _decimals(last_eval.context_auc if last_eval else None),
         "ROC-AUC, held out": _decimals(last_eval.auc if last_eval else None),
@@ -119,7 +117,6 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
         "corpus fingerprint": run.corpus_fingerprint[:12] or _NONE,
         "commit": commit["sha"][:12] if commit else _NONE,
     }
-    return figures
 
 
 def _decimals(value: float | None) -> str:

@@ -33,7 +33,7 @@ _FIGURE = re.compile(r"-|-?[0-9][0-9,.]*( ?%|[kMBT]|e[+-]?[0-9]+)?")
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the page of a file in `templates/` as HTML text."""
+    """Return the HTML text of the page that a file in `templates/` makes of `values`."""
     return _ENVIRONMENT.get_template(template).render(now=now(), **values)
 
 
@@ -44,7 +44,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def draw_diagrams(runs: Sequence[RunCurves]) -> list[DrawnPanel]:
-    """Draw all diagrams of one or several runs for which there is a value."""
+    """Draw the report's diagrams of one or several runs; those for which no run has a value are left out."""
     drawn = (draw_panel(panel, runs) for panel in PANELS)
     return [diagram for diagram in drawn if diagram is not None]
 
@@ -65,7 +65,7 @@ def now() -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value with an escape in place of every character that cannot be seen; jinja2 then escapes markup."""
+    """Put an escape in place of each character of a value that cannot be seen; jinja2 then escapes markup."""
     return value if hasattr(value, "__html__") else printable(str(value))
 
 

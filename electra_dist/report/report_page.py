@@ -56,7 +56,7 @@ _MORE_OPACITY_PERCENT = 67
 
 
 class _Word(NamedTuple):
-    """Word of a held-out text as the discriminator read it."""
+    """Word of a held-out text in which a generator has replaced tokens, with what the discriminator says of it."""
 
     text: str
     original: str  # the word of the corpus, if the generator replaced one of its tokens, else ""
@@ -160,7 +160,7 @@ def _joined(tokens: Sequence[str]) -> str:
 
 
 def _evaluation_row(record: EvalRecord) -> list[str]:
-    """Return the cells of an evaluation in the table whose header is `_EVALUATION_HEAD`."""
+    """Return an evaluation as cells of the report's table: step, AUCs, losses, accuracies, number of rows."""
     return [
         f"{record.step:,}",
         f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-",
@@ -176,7 +176,7 @@ def _evaluation_row(record: EvalRecord) -> list[str]:
 
 
 def _event_row(event: LedgerEvent) -> list[str]:
-    """Return time, name and step of an event, and its other fields, such as "attempt 3, ranks 8"."""
+    """Return an event as cells of a table: time, name, step, and its other fields, such as "attempt 3, ranks 8"."""
     details = []
     for key, value in event.fields().items():
         if key not in ("time", "event", "step") and not isinstance(value, dict):
@@ -186,7 +186,7 @@ def _event_row(event: LedgerEvent) -> list[str]:
 
 
 def _checkpoints(ledger: Sequence[LedgerEvent]) -> dict[str, Any]:
-    """Return number and newest step of the checkpoints, and the median pause of training; {} if there are none."""
+    """Return how many checkpoints there were, the newest one's step and the median pause for a save; {} if none."""
     saves = [event for event in ledger if event.event == "checkpoint"]
     if not saves:
         return {}
@@ -234,19 +234,17 @@ def describe_run(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _phase_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return a row (name, value) for each corpus of `data.phases`: its size and how much the run read of it."""
+    """Return (name, value) for each corpus of a run with several: its size, and how much of it was read so far."""
     phases = run.environment.get("corpus", {}).get("phases", ())
     if run.config is None:
         return []
+    rows = []
     uses = uses_of_phases(phases, run.step, run.config.train.global_batch)
-    return [
-        (
-            f"corpus from step {use.from_step:,} on",
-            f"{use.corpus_rows:,} rows, {use.corpus_tokens:,} tokens, {use.fingerprint[:12]}; {use.epochs:.2f} epochs "
-            f"seen, {share:.1%} of the tokens seen",
-        )
-        for use, share in zip(uses, token_shares(uses), strict=True)
-    ]
+    for use, share in zip(uses, token_shares(uses), strict=True):
+        size = f"{use.corpus_rows:,} rows, {use.corpus_tokens:,} tokens, {use.fingerprint[:12]}"
+        read = f"{use.epochs:.2f} epochs seen, {share:.1%} of the tokens seen"
+        rows.append((f"corpus from step {use.from_step:,} on", f"{size}; {read}"))
+    return rows
 
 
 def _tower(tower: TowerConfig, num_parameters: int) -> str:
@@ -271,7 +269,7 @@ def _hardware_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _gpu_rows(gpus: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of a node's GPUs, such as ("GPUs of a node", "8 x NVIDIA H100, 80 GB"); [] without GPUs."""
+    """Describe a node's GPUs as (name, value), such as ("GPUs of a node", "8 x NVIDIA H100, 80 GB"); [] if none."""
     devices = gpus.get("devices", [])
     if not devices:
         return []

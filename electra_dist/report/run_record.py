@@ -80,7 +80,7 @@ class MetricsHistory:
         return float(np.median(values)) if len(values) else None
 
     def power_readings(self) -> Iterator[PowerReading]:
-        """Yield the power at each logged step that has one."""
+        """Yield a reading for each logged step; nothing if no step has recorded the power of the GPUs."""
         train = self.columns["train"]
         power_w = train.column("gpu_power_w")
         if np.isfinite(power_w).any():

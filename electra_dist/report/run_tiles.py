@@ -58,7 +58,7 @@ def _heldout_figures(run: RunRecord) -> list[Tile]:
 
 
 def _constant_guess(recent: Sequence[StepRecord]) -> str:
-    """Return a remark on the RTD loss that the same guess for every token reaches, or "" if it is not known."""
+    """Return the end of a remark: which RTD loss the same guess for every token reaches; "" if it is not known."""
     if not recent:
         return ""
     loss = constant_guess_loss(mean(recent, "replaced_fraction"))
@@ -79,7 +79,7 @@ def _training_losses(metrics: MetricsHistory) -> list[Tile]:
 
 
 def _found_figures(metrics: MetricsHistory) -> list[Tile]:
-    """Return the share of replaced tokens found in the newest evaluation or, without one, in the newest 20 records."""
+    """Return a tile on the replaced tokens found, in the newest evaluation or, without one, in the newest records."""
     if metrics.evals:
         last = metrics.evals[-1]
         if not math.isfinite(last.recall):

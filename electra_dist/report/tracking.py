@@ -143,7 +143,7 @@ class BackgroundTracker:
             self._drop(f"it did not take the last records within {_CLOSE_S:.0f} s")
 
     def _run(self) -> None:
-        """Send queued records to the service until the queue yields None; body of a thread."""
+        """Connect, and send queued records to the service until the queue yields None; runs in a thread."""
         try:
             service = self._connect()
             while True:
@@ -297,10 +297,10 @@ class ReportRefresh:
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         if every_minutes > 0:
-            threading.Thread(target=self._work, args=(60 * every_minutes,), daemon=True).start()
+            threading.Thread(target=self._refresh_every, args=(60 * every_minutes,), daemon=True).start()
 
-    def _work(self, every_s: float) -> None:
-        """Start a process of low priority that writes the report, every `every_s` seconds; a thread runs this."""
+    def _refresh_every(self, every_s: float) -> None:
+        """Let a process of low priority write the report every `every_s` seconds, until `close`; runs in a thread."""
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         while not self._is_closed.wait(every_s):
             try:

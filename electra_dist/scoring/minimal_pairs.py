@@ -116,7 +116,7 @@ def read_pair_files(paths: Sequence[Path]) -> PairFiles:
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    """Return `paths` with each folder replaced by its files of pairs, sorted by name."""
+    """Return `paths` with each folder replaced by its files of pairs, sorted by name; raise UserError for others."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -137,7 +137,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
-    """Parse a line of a .jsonl file as a pair; if the JSON object names no kind, the name of the file is the kind."""
+    """Parse line `number` of a .jsonl file as a pair; if it names no kind of pair, the file's name is the kind."""
     json_line = parse_json_line(file, number, line)
     record = json_line.record
     for key in ("sentence_good", "sentence_bad"):
@@ -149,7 +149,7 @@ def _pair_of_object(file: Path, number: int, line: str) -> SentencePair:
 
 
 def _pairs_of_table(file: Path) -> list[SentencePair]:
-    """Return the pairs of a .tsv file; where a line has no column `phenomenon`, the file's name is the kind."""
+    """Read the pairs of a .tsv file; where a line names no `phenomenon`, the file's name is the kind of the pair."""
     table = read_table(file, "\t")
     pairs = []
     for column in ("sen", "wrong_sen"):
@@ -167,7 +167,7 @@ def _pairs_of_table(file: Path) -> list[SentencePair]:
 
 
 def _pairs_of_lines(file: Path, lines: Sequence[str]) -> list[SentencePair]:
-    """Return the pairs of a .txt file: each ungrammatical sentence is followed by its grammatical one."""
+    """Return the pairs of a .txt file, in which each ungrammatical sentence is followed by its grammatical one."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             raise UserError(f"{file}:{number}: a blank line; remove it, because the lines are read in pairs")
@@ -203,7 +203,7 @@ Readout = Literal["token", "word"]  # what a masked language model does not see 
 
 
 class _SingleTokens:
-    """Container of all words that are a single token, both at the beginning of a text and after a space."""
+    """Container of all words that are a single token of a model, both at the beginning of a text and after a space."""
 
     def __init__(self, encoder: Pretrained) -> None:
         self._encoder = encoder
@@ -275,7 +275,7 @@ def score_sentence_pairs(
 
 
 def remarks_on_pairs(encoder: Pretrained, pairs: Sequence[SentencePair]) -> list[str]:
-    """Return a line if the tokens of both sentences of some pairs are equal, such as without case and accents."""
+    """Return a line if both sentences of some pairs have the same tokens, for example because case is dropped."""
     rows = _encode_sentences(encoder, pairs)
     equal = [pair for pair, good, bad in zip(pairs, rows[0::2], rows[1::2], strict=True) if good == bad]
     if not equal:
@@ -306,7 +306,9 @@ def _encode_sentences(encoder: Pretrained, pairs: Sequence[SentencePair]) -> lis
 
 def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str, str]) -> list[PairScore]:
     """Return for each kind of pair, then for all, how often the grammatical sentence has the higher score.
-    `scores` alternates grammatical and ungrammatical sentences; `examples` has a pair of each kind as text.
+
+    `kinds` has the kind of each pair. `scores` has two numbers for each: first the grammatical sentence's. `examples`
+    maps each kind to one of its pairs as text.
     """
     margins = (scores[0::2].double() - scores[1::2].double()).tolist()
     margins_of: dict[str, list[float]] = {kind: [] for kind in examples}
@@ -352,7 +354,7 @@ def _pair_scores(kinds: Sequence[str], scores: torch.Tensor, examples: dict[str,
 def _sentence_scores(
     encoder: Pretrained, pairs: Sequence[Pair], device: torch.device, progress: Progress
 ) -> torch.Tensor:
-    """Return two scores per pair, fp32 [2 * pairs], first the grammatical sentence's; a higher score is better."""
+    """Score both sentences of each pair, fp32 [2 * pairs], first the grammatical one; plausible ones score high."""
     special = encoder.special
     ids = []
     positions = []  # for each row, the index of the word that differs

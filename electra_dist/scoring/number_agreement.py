@@ -65,10 +65,7 @@ class Pair(NamedTuple):
 
 
 class _Contrast(NamedTuple):
-    """Sentence with one gap, marked by `_SLOT`, and the correct and the incorrect word for the gap.
-
-    The docstrings of the functions below give examples, with the correct word in brackets.
-    """
+    """Sentence with one gap, marked by `_SLOT`, and the correct and the incorrect word for the gap."""
 
     frame: Words
     good_word: str
@@ -87,7 +84,7 @@ class _WordSampler:
         self._generator = np.random.default_rng(seed)
 
     def draw_forms(self, words: Sequence[tuple[str, str]]) -> tuple[str, str]:
-        """Draw a pair (singular, plural) from `words`; only pairs with both forms in the vocabulary are considered."""
+        """Draw a pair (singular, plural) from those in `words` of which the vocabulary has both forms."""
         known_words = []
         for singular, plural in words:
             if singular in self._vocabulary and plural in self._vocabulary:

@@ -57,7 +57,7 @@ _KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
 class Predictions(NamedTuple):
-    """Predictions for the rows of a file, as records and as a table, with their metrics."""
+    """Predictions for the texts, sentences or questions of a file, as records and as a table, with their metrics."""
 
     objects: list[Row]  # one for each text, sentence or question
     rows: list[Row]  # one for each text, word or question, of plain values
@@ -77,10 +77,13 @@ class Predictions(NamedTuple):
 
 
 class TunedModel:
-    """Model in a folder that fine-tuning has written; its weights are loaded by `load`."""
+    """Fine-tuned model in a folder, with its task and its labels; its weights are loaded by `load`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the settings in a model's folder; in an output folder of fine-tuning, those of its best seed."""
+        """Read config.json and finetune.json of a model; an output folder of fine-tuning stands for its best seed.
+
+        Raises UserError if the folder holds no model for a task that is predicted.
+        """
         if not (folder / "config.json").exists() and (folder / "best" / "config.json").exists():
             folder = folder / "best"
         self.folder = folder
@@ -111,10 +114,14 @@ class TunedModel:
         record_file = folder / "finetune.json"
         record = _read_json(record_file) if record_file.exists() else {}
         self.data: Mapping[str, Any] = record.get("data") or {}
+        self.columns: Mapping[str, str | None] = self.data.get("columns") or {}  # of the training data
         self._settings: Mapping[str, Any] | None = record.get("settings")
 
     def load(self) -> tuple[Pretrained, TaskModel, FinetuneConfig]:
-        """Load the tokenizer and the model in evaluation mode on the device of choice, and its settings."""
+        """Load the encoder, of which the tokenizer is used, the model in evaluation mode, and its settings.
+
+        The model is on the GPU if there is one. Raises UserError if transformers is not installed.
+        """
         from electra_dist.extras import missing_packages
 
         try:
@@ -170,9 +177,10 @@ def open_predictions(
 def _open(
     model: TunedModel, file: Path, text_a: str | None, text_b: str | None, label: str | None, delimiter: str | None
 ) -> tuple[Sequence[str], Predict]:
-    """Return remarks on a file, and the function that predicts for its texts."""
+    """Read a file as `open_predictions`; return remarks on it for the user, and the function that predicts."""
     suffix = file.suffix.lower()
     is_table = suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
+    named = _Columns(text_a, text_b, label)
     if model.kind == "QuestionAnswering":
         questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
         return questions.remarks(file), lambda progress: _predict_answers(model, questions, progress)
@@ -182,33 +190,27 @@ def _open(
         notes = remarks_on_texts(str(file), map(" ".join, words))
         return notes, lambda progress: _predict_tags(model, words, tags, progress)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
-    has_named_text = text_a is not None
-    text_a, text_b, label = _columns_of(model, table, text_a, text_b, label)
-    trained_column = (model.data.get("columns") or {}).get("text_a")
-    if label:
-        table = _with_empty_labels(table, label)
-    texts = texts_of(table, text_a, text_b, label or text_a)
-    if texts.skipped:
-        raise UserError(f"{file}: {texts.skipped} lines have too few columns, but all are predicted; complete them")
+    columns = _columns_of(model, table, named)
+    texts = _read_texts(table, columns)
+    notes = [*texts.remarks(), *_remarks_on_empty_texts(texts)]
     if model.kind == "TokenClassification":
         words = [tuple(text.split()) for text in texts.a]
-        notes = [*texts.remarks(), *_remarks_on_empty_texts(texts)]
         return notes, lambda progress: _predict_tags(model, words, None, progress)
-    targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
-    labelled = [row for row, name in enumerate(texts.label) if label and name]
-    notes = [*texts.remarks(), *_remarks_on_empty_texts(texts)]
-    if is_table and not has_named_text and trained_column not in (None, text_a):
+    trained_column = model.columns.get("text_a")
+    if is_table and named.text_a is None and trained_column not in (None, columns.text_a):
         notes.append(
-            f"{file}: there is no column `{trained_column}`, so the text is the column `{text_a}`; name another one "
-            f"with --text-a, or the file .txt if it has no header and one text on each line"
+            f"{file}: there is no column `{trained_column}`, so the text is the column `{columns.text_a}`; name "
+            f"another one with --text-a, or the file .txt if it has no header and one text on each line"
         )
+    targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
+    labelled = [row for row, name in enumerate(texts.label) if columns.label and name]
     if labelled and targets.labels and not set(texts.label) & set(targets.labels):
         known = ", ".join(targets.labels[:_SHOWN])
-        notes.append(f"{file}: no label in `{label}` is one of the model's ({known}), so none is scored")
+        notes.append(f"{file}: no label in `{columns.label}` is one of the model's ({known}), so none is scored")
         labelled = []
-    target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
     if 0 < len(labelled) < len(texts.a):
         notes.append(f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored")
+    target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
     return notes, lambda progress: _predict_texts(model, texts, targets, labelled, target_N1, progress)
 
 
@@ -232,28 +234,50 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: not JSON ({error}); copy or write the model again") from None
 
 
-def _columns_of(
-    model: TunedModel, table: Table, text_a: str | None, text_b: str | None, label: str | None
-) -> tuple[str, str | None, str | None]:
-    """Return the columns of the text, of a second text and of the label, with defaults for those that are None.
+class _Columns(NamedTuple):
+    """Names of a table's columns; None for a column that is not named or that there is not."""
+
+    text_a: str | None
+    text_b: str | None  # of the second text of a pair
+    label: str | None
+
+
+def _columns_of(model: TunedModel, table: Table, named: _Columns) -> _Columns:
+    """Return the columns of a table that are read: those that the user has named, or else defaults.
 
     The defaults are the columns of the training data that the table has. Without one, the column of the text is
-    searched for, and the others stay None.
+    searched for, and the others stay None. Raises UserError if the model needs pairs of texts and there are none.
     """
-    columns = model.data.get("columns") or {}
-    known = {name: column for name, column in columns.items() if column in table.columns}
-    text_a = text_a or known.get("text_a")
-    text_b = text_b or known.get("text_b")
-    label = label or known.get("label")
-    if columns.get("text_b") is not None and not text_b:
+    known = {name: column for name, column in model.columns.items() if column in table.columns}
+    text_a = named.text_a or known.get("text_a")
+    text_b = named.text_b or known.get("text_b")
+    label = named.label or known.get("label")
+    trained_column = model.columns.get("text_b")
+    if trained_column is not None and not text_b:
         raise UserError(
-            f"{table.file}: the model was tuned on pairs of texts, and the file has no column `{columns['text_b']}`; "
+            f"{table.file}: the model was tuned on pairs of texts, and the file has no column `{trained_column}`; "
             f"name the column of the second text with --text-b"
         )
     if not text_a:
         other_columns = [column for column in (text_b, label) if column]
         text_a = str(find_text_column(table, other_columns))
-    return text_a, text_b, label
+    return _Columns(text_a, text_b, label)
+
+
+def _read_texts(table: Table, columns: _Columns) -> Texts:
+    """Read the texts of a table and, if a column of labels is named, their labels.
+
+    Raises UserError if a line has too few columns.
+    """
+    assert columns.text_a is not None
+    if columns.label:
+        table = _with_empty_labels(table, columns.label)
+    texts = texts_of(table, columns.text_a, columns.text_b, columns.label or columns.text_a)
+    if texts.skipped:
+        raise UserError(
+            f"{table.file}: {texts.skipped} lines have too few columns, but all are predicted; complete them"
+        )
+    return texts
 
 
 def _with_empty_labels(table: Table, label: str) -> Table:
@@ -314,7 +338,7 @@ def _predict_texts(
     target_N1: np.ndarray | None,
     progress: Progress,
 ) -> Predictions:
-    """Predict a class or a number for each text; those of the rows `labelled` have the true values `target_N1`."""
+    """Predict a class or a number for each text, and score the rows `labelled`, whose true values are `target_N1`."""
     encoder, task_model, settings = model.load()
     ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
     output_NL = text_outputs(task_model, ids, targets, settings.batch, progress)
@@ -342,7 +366,10 @@ def _predict_texts(
 
 
 def _num_cut(texts: Texts, ids: Sequence[Sequence[int]], encoder: Pretrained, max_length: int) -> int:
-    """Return how many texts have more tokens than their rows of token ids; only nearly full rows are examined."""
+    """Return how many texts were cut to `max_length` tokens in `ids`, their rows of token ids.
+
+    Only texts whose rows are nearly full are tokenized again.
+    """
     full = [index for index, row in enumerate(ids) if len(row) >= max_length - 1]
     second = None if texts.b is None else [texts.b[index] for index in full]
     whole = encode_texts([texts.a[index] for index in full], second, encoder.tokenizer, encoder.special, sys.maxsize)
@@ -355,7 +382,10 @@ def _predict_tags(
     true: Sequence[Sequence[str]] | None,
     progress: Progress,
 ) -> Predictions:
-    """Predict a tag for each word: a record for each sentence, a row for each word, metrics if `true` is given."""
+    """Predict a tag for each word of the sentences; score them if their `true` tags are given.
+
+    There is a record for each sentence and a row of the table for each word.
+    """
     encoder, task_model, settings = model.load()
     has_spans = are_bio_tags(model.labels)
     objects: list[Row] = []
@@ -383,7 +413,7 @@ def _predict_tags(
 
 
 def _predict_answers(model: TunedModel, file: SquadFile, progress: Progress) -> Predictions:
-    """Predict an answer and its characters in the passage for each question; metrics if the file has answers."""
+    """Predict an answer for each question, with its place in the passage; score them if the file has answers."""
     encoder, task_model, settings = model.load()
     answers = find_answers(task_model, file, encoder, settings, progress)
     rows: list[Row] = []

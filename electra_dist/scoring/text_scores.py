@@ -123,7 +123,7 @@ class TextScorer:
 
 
 def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
-    """Return windows of at most `window_tokens` (at least 2) that together score every token of a text once.
+    """Cut a text of `num_tokens` into windows of at most `window_tokens` (at least 2), which score each token once.
 
     Each window begins half a window after the one before it; the last one ends with the text. Where two windows
     overlap, the first one scores the first half of the overlap, and the second one the rest.
@@ -145,9 +145,9 @@ def cut_windows(num_tokens: int, window_tokens: int) -> list[_Window]:
 
 
 def _end_of_portion(all_ids: Sequence[Sequence[int]], begin: int) -> int:
-    """Return the index after the last text of the next portion, which begins with text `begin`.
+    """Return the index after the last of the texts that are scored together, beginning with text `begin`.
 
-    A portion has one text, or more texts that together have at most `_TOKENS_AT_ONCE` tokens.
+    `all_ids` has the token ids of each text. Texts are scored together up to `_TOKENS_AT_ONCE` tokens, at least one.
     """
     num_tokens = 0
     for number in range(begin, len(all_ids)):

@@ -25,14 +25,14 @@ _UNSEEN = 0.5  # count that every token has beyond its own, so that none is impo
 
 
 class _Counts(NamedTuple):
-    """Sorted keys with their counts; a key stands for a sequence of tokens. All arrays are int64."""
+    """Counts of token sequences, each sequence as one number (its key), sorted; both arrays are int64."""
 
     keys: np.ndarray
     counts: np.ndarray
 
     @classmethod
     def of(cls, keys: np.ndarray, weights: np.ndarray | None = None) -> _Counts:
-        """Count equal keys; if `weights` are given, add them up instead."""
+        """Count equal keys or, if `weights` are given, add up the weights of equal keys."""
         unique, inverse = np.unique(keys, return_inverse=True)
         return cls(unique, np.bincount(inverse, weights, len(unique)).astype(np.int64))
 
@@ -43,11 +43,11 @@ class _Counts(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Counts for one length of n-grams: of each n-gram, of each context, and of different tokens after a context."""
+    """Counts for n-grams of one length."""
 
-    sequences: _Counts
-    contexts: _Counts
-    followers: _Counts
+    sequences: _Counts  # of each n-gram
+    contexts: _Counts  # of each context, which is an n-gram without its last token
+    followers: _Counts  # of the different tokens that come after each context
 
     @classmethod
     def of(cls, sequences: _Counts, vocab_size: int) -> _Order:
@@ -57,22 +57,20 @@ class _Order(NamedTuple):
     def probability(self, sequence: np.ndarray, context: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """Return the probability of the last token of each n-gram after its context, by absolute discounting.
 
-        The discounted share of the n-gram in its context is interpolated with `lower`, the probability by shorter
-        n-grams.
+        `sequence` and `context` are keys of the n-grams and their contexts. What the discounts take away in a context
+        is distributed by `lower`, the probabilities by shorter n-grams, which also serve for an unknown context.
         """
-        in_context = self.contexts.find(context)
-        kept = (
-            np.maximum(self.sequences.find(sequence) - _DISCOUNT, 0.0)
-            + _DISCOUNT * self.followers.find(context) * lower
-        )
-        return np.where(in_context > 0, kept / np.maximum(in_context, 1), lower)
+        discounted = np.maximum(self.sequences.find(sequence) - _DISCOUNT, 0.0)
+        taken_away = _DISCOUNT * self.followers.find(context)  # once for each different token after the context
+        num_in_context = self.contexts.find(context)
+        return np.where(num_in_context > 0, (discounted + taken_away * lower) / np.maximum(num_in_context, 1), lower)
 
 
 class TrigramModel:
     """Trigram model of token ids, which must be below `vocab_size`, at most 2^20."""
 
     def __init__(self, rows: Iterable[np.ndarray], vocab_size: int, cls: int, pad: int) -> None:
-        """Count the trigrams of blocks of rows, [rows, S], in which `pad` fills the ends."""
+        """Count the trigrams in blocks of rows of token ids, [rows, S], which begin with `cls` and end with `pad`."""
         assert vocab_size <= 1 << 20, "three ids must fit into 63 bits"
         self._vocab_size = vocab_size
         self._cls = cls
@@ -104,7 +102,10 @@ class TrigramModel:
         return torch.from_numpy(np.log(probability)).float()
 
     def score(self, ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        """Return for each row the log-probabilities of its tokens, fp32 [n], without [CLS] and the last [SEP]."""
+        """Return for each row log p(token | the two tokens before it) of its tokens but [CLS] and the last [SEP].
+
+        A row of S token ids gives a tensor fp32 [S - 2]. `progress` is called after each row.
+        """
         values = []
         for number, row in enumerate(ids, start=1):
             values.append(self.log_probs(row)[:-1])
@@ -112,9 +113,10 @@ class TrigramModel:
         return values
 
     def divergence_of(self, rows: Iterable[np.ndarray], pad: int) -> float:
-        """Return the Kullback-Leibler divergence of the tokens of other rows from those of the model's text, in nats.
+        """Return how much the tokens of other `rows` differ from those of the model's text, in nats.
 
-        It is 0 if each token has the same share in both. In the model's text, every token has half a count more.
+        This is the Kullback-Leibler divergence of their frequencies, 0 if these are equal. In the model's text, every
+        token counts half a time more, so that none is impossible.
         """
         other_V = np.zeros(self._vocab_size)
         for block_RS in rows:
