@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.compare.comparison_config import TRIGRAM
-from electra_dist.compare.comparison_plan import Cell
+from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.compare.measures import Measure
 from electra_dist.finetune.stored_scores import Measured, ScoreStore, digest_of
 from electra_dist.finetune.training_loop import Diverged, Progress
@@ -88,28 +88,28 @@ class CheckpointScores:
         self._store = ScoreStore(file)
         self._fingerprint = fingerprint
 
-    def missing(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure]) -> list[Measure]:
-        """Return those of `measures` that have no valid score yet for the checkpoint at `step` of the run `cell`."""
-        return [measure for measure in measures if self.find(entry, cell, step, measure) is None]
+    def missing(self, entry: str, run: PlannedRun, step: int, measures: Iterable[Measure]) -> list[Measure]:
+        """Return those of `measures` that have no valid score yet for the checkpoint of `run` at `step`."""
+        return [measure for measure in measures if self.find(entry, run, step, measure) is None]
 
-    def find(self, entry: str, cell: Cell, step: int, measure: Measure) -> CheckpointScore | None:
+    def find(self, entry: str, run: PlannedRun, step: int, measure: Measure) -> CheckpointScore | None:
         """Return the stored score of a run's checkpoint by one measure.
 
         It is None if there is none, or only one that was made with another config, corpus or task data.
         """
-        measured = self._store.find(self._identity(cell, step, measure), cell.seed)
+        measured = self._store.find(self._identity(run, step, measure), run.seed)
         if measured is None:
             return None
-        return CheckpointScore(entry=entry, step=step, flops=cell.flops(step), measured=measured)
+        return CheckpointScore(entry=entry, step=step, flops=run.flops(step), measured=measured)
 
-    def make(self, entry: str, cell: Cell, step: int, measures: Iterable[Measure], progress: Progress) -> None:
+    def make(self, entry: str, run: PlannedRun, step: int, measures: Iterable[Measure], progress: Progress) -> None:
         """Score a checkpoint by each of `measures`, and write every score as soon as it is known.
 
         An interrupt loses at most one score. Raises UserError if the checkpoint cannot be read, or a measure cannot
         score it.
         """
         # The initial weights are a function of the run's config, so no checkpoint is needed.
-        source = f"random:{cell.file}" if step == 0 else cell.config.run_dir
+        source = f"random:{run.file}" if step == 0 else run.config.run_dir
         read = functools.partial(load_pretrained, source, step=step or None)
         encoder = read()
         for measure in measures:
@@ -129,11 +129,11 @@ class CheckpointScores:
             measured = dataclasses.replace(
                 measured,
                 task=measure.name,
-                seed=cell.seed,
-                identity=self._identity(cell, step, measure),
+                seed=run.seed,
+                identity=self._identity(run, step, measure),
                 seconds=time.monotonic() - start,
             )
-            self._store.add(measured, checkpoint={"entry": entry, "step": step, "flops": cell.flops(step)})
+            self._store.add(measured, checkpoint={"entry": entry, "step": step, "flops": run.flops(step)})
 
     def find_trigram_score(self, measure: Measure, seed: int) -> CheckpointScore | None:
         """Return the stored score of the trigram model of the corpus; None if there is none."""
@@ -157,13 +157,13 @@ class CheckpointScores:
             }
         )
 
-    def _identity(self, cell: Cell, step: int, measure: Measure) -> str:
+    def _identity(self, run: PlannedRun, step: int, measure: Measure) -> str:
         """Return a digest of everything on which the score of a run's checkpoint by a measure depends."""
         # A run records the version of its arithmetic (numerics), which is used here: scores of older runs stay valid.
-        numerics = recorded_numerics(Path(cell.config.run_dir))
+        numerics = recorded_numerics(Path(run.config.run_dir))
         return digest_of(
             {
-                "run": cell.config.identity_sha256(numerics),
+                "run": run.config.identity_sha256(numerics),
                 "corpus": self._fingerprint,
                 "step": step,
                 "measure": {"name": measure.name, "data": measure.digest},

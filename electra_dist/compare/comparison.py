@@ -28,7 +28,7 @@ from electra_dist.checkpoint.checkpoint import open_targets, owner_of
 from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
 from electra_dist.compare.comparison_config import RANDOM, CompareConfig
 from electra_dist.compare.comparison_page import RunState, comparison_page
-from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
+from electra_dist.compare.comparison_plan import Plan, PlannedRun, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
 from electra_dist.compare.heldout_measures import open_heldout_measures
 from electra_dist.compare.learning_rates import RateSearch, with_rates
@@ -66,14 +66,14 @@ class Comparison:
         self._glue = glue
         self.search = RateSearch(compare, file)
         self.plan: Plan = make_plan(with_rates(compare, []), file)
-        self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.cells[0])
+        self._measures: list[Measure] = open_measures(compare, file, glue, self.plan.runs[0])
         self.folder = Path(compare.output)
         # Whether the version of the arithmetic (numerics) has changed since a run was made is not checked here: a
         # finished run is only read, and for an unfinished run the process that continues it makes this check.
-        short_runs = self.search.plan.cells if self.search.plan is not None else ()
+        short_runs = self.search.plan.runs if self.search.plan is not None else ()
         inputs_of_runs = [
-            check_inputs(cell.config, compare.ranks, accept_new_numerics=True)
-            for cell in (*self.plan.cells, *short_runs)
+            check_inputs(run.config, compare.ranks, accept_new_numerics=True)
+            for run in (*self.plan.runs, *short_runs)
         ]
         inputs = self._inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
         self._plan_with_rates()
@@ -81,7 +81,7 @@ class Comparison:
 
         # Everything is valid, so the output folder may be written.
         _replace_file(self.folder / inputs.corpora.tokenizer.vocab_file, inputs.vocabulary.text.encode())
-        self._write_configs((*short_runs, *self.plan.cells))
+        self._write_configs((*short_runs, *self.plan.runs))
         self._scores = CheckpointScores(self.folder / SCORES_FILE, inputs.corpora.fingerprint)
         # Keyed by the name of a run that is not finished, as in "rtd-seed1", or by name and step of a checkpoint that
         # is missing or cannot be scored, as in "rtd-seed1 500".
@@ -95,15 +95,15 @@ class Comparison:
         """
         self._rates = self.search.choices(self._inputs.corpora.fingerprint)
         self.plan = make_plan(with_rates(self._compare, self._rates), self._file)
-        for cell in self.plan.cells:
-            run_dir = Path(cell.config.run_dir)
+        for run in self.plan.runs:
+            run_dir = Path(run.config.run_dir)
             owner = owner_of(open_run(run_dir), read_identity(run_dir)) if is_run_folder(run_dir) else None
             if owner is not None:
-                owner.check_all(open_targets(cell.config))
+                owner.check_all(open_targets(run.config))
 
-    def _write_configs(self, cells: Iterable[Cell]) -> None:
-        for cell in cells:
-            _replace_file(cell.file, dump_yaml(cell.config).encode(), permissions=PRIVATE)
+    def _write_configs(self, runs: Iterable[PlannedRun]) -> None:
+        for run in runs:
+            _replace_file(run.file, dump_yaml(run.config).encode(), permissions=PRIVATE)
 
     def run(self, progress: Progress, note: Note) -> bool:
         """Train the runs and score their checkpoints where scores are missing; write results after each run.
@@ -120,29 +120,29 @@ class Comparison:
         for choice in self.search.make(self._inputs.corpora.fingerprint, progress):
             note(f"learning rate of {choice.line()}")
         self._plan_with_rates()
-        self._write_configs(self.plan.cells)
-        num_runs = len(self.plan.cells)
+        self._write_configs(self.plan.runs)
+        num_runs = len(self.plan.runs)
         first_objective = self._compare.objectives[0].name
-        incomplete_cells = [cell for cell in self.plan.cells if not self._is_scored(cell)]
-        incomplete_names = {cell.name for cell in incomplete_cells}
-        self._score_interrupted(incomplete_cells, progress)
-        with Pretrainings(incomplete_cells, self._compare.ranks, self._compare.parallel) as runs:
-            for number, cell in enumerate(self.plan.cells, start=1):
-                title = f"[{number}/{num_runs}] {cell.name}"
+        incomplete_runs = [run for run in self.plan.runs if not self._is_scored(run)]
+        incomplete_names = {run.name for run in incomplete_runs}
+        self._score_interrupted(incomplete_runs, progress)
+        with Pretrainings(incomplete_runs, self._compare.ranks, self._compare.parallel) as trainings:
+            for number, run in enumerate(self.plan.runs, start=1):
+                title = f"[{number}/{num_runs}] {run.name}"
                 report = with_prefix(progress, f"{title} ")
                 # All objectives start with the same weights of the encoder, so these are scored once per seed.
-                if cell.entry == first_objective:
-                    self._score(RANDOM, cell, 0, report)
+                if run.entry == first_objective:
+                    self._score(RANDOM, run, 0, report)
 
                 # A run with all its scores is not made, because its checkpoints may have been deleted.
-                failure = runs.result(cell, report) if cell.name in incomplete_names else ""
+                failure = trainings.result(run, report) if run.name in incomplete_names else ""
                 if failure:
-                    self._failures[cell.name] = Failure(entry=cell.entry, seed=cell.seed, what=failure)
-                self._score_saved(cell, report)  # also of a run that failed: it may have saved some of its checkpoints
+                    self._failures[run.name] = Failure(entry=run.entry, seed=run.seed, what=failure)
+                self._score_saved(run, report)  # also of a run that failed: it may have saved some of its checkpoints
                 if not failure:
-                    self._record_missing_checkpoints(cell)
+                    self._record_missing_checkpoints(run)
                 self.write()
-                note(f"{title}: {failure or self._summary(cell)}")
+                note(f"{title}: {failure or self._summary(run)}")
         return not self._failures
 
     def _score_trigrams(self, progress: Progress, note: Note) -> None:
@@ -157,106 +157,106 @@ class Comparison:
             return
         corpora = self._inputs.corpora
         special = SpecialIds.from_tokens(corpora.tokenizer.special)
-        cell = self.plan.cells[0]
+        run = self.plan.runs[0]
         rows = _first_blocks(corpora, _TRIGRAM_TOKENS, with_prefix(progress, "trigrams: "))
-        model = TrigramModel(rows, cell.config.model.vocab_size, special.cls, special.pad)
+        model = TrigramModel(rows, run.config.model.vocab_size, special.cls, special.pad)
         heldout = self._inputs.heldout
         if heldout is not None:
             divergence = model.divergence_of(_first_blocks(heldout, _TRIGRAM_TOKENS, progress), special.pad)
             note(f"held-out rows: their tokens diverge from those of the training rows by {divergence:.4f} nats")
-        encoder = load_pretrained(f"random:{cell.file}")
+        encoder = load_pretrained(f"random:{run.file}")
         for measure in missing:
             measured = measure.score_trigrams(model, encoder, with_prefix(progress, f"trigrams: {measure.name}: "))
             self._scores.add_trigram_score(measure, seed, measured)
 
-    def _score_interrupted(self, cells: Sequence[Cell], progress: Progress) -> None:
+    def _score_interrupted(self, runs: Sequence[PlannedRun], progress: Progress) -> None:
         """Score the saved checkpoints of unfinished runs, before these go on; finished runs are scored later."""
-        for cell in cells:
-            is_finished = cell.marks[-1] in saved_steps(cell)
+        for run in runs:
+            is_finished = run.marks[-1] in saved_steps(run)
             if not is_finished:
-                self._score_saved(cell, with_prefix(progress, f"{cell.name} "))
+                self._score_saved(run, with_prefix(progress, f"{run.name} "))
         if self.scores():
             self.write()
 
-    def _score_saved(self, cell: Cell, progress: Progress) -> None:
-        saved = saved_steps(cell)
-        for step in cell.marks:
+    def _score_saved(self, run: PlannedRun, progress: Progress) -> None:
+        saved = saved_steps(run)
+        for step in run.marks:
             if step in saved:
-                self._score(cell.entry, cell, step, progress)
+                self._score(run.entry, run, step, progress)
 
-    def _record_missing_checkpoints(self, cell: Cell) -> None:
+    def _record_missing_checkpoints(self, run: PlannedRun) -> None:
         """Record a failure for each checkpoint of a finished run that still needs scores, but does not exist."""
-        saved = saved_steps(cell)
-        for step in cell.marks:
-            if step not in saved and self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)):
+        saved = saved_steps(run)
+        for step in run.marks:
+            if step not in saved and self._scores.missing(run.entry, run, step, self._due_measures(run, step)):
                 what = (
                     f"after {step:,} steps: the checkpoint is missing; to make the run again, delete "
-                    f"{cell.config.run_dir} and repeat the command"
+                    f"{run.config.run_dir} and repeat the command"
                 )
-                key = _checkpoint_key(cell.entry, cell, step)
-                self._failures[key] = Failure(entry=cell.entry, seed=cell.seed, what=what)
+                key = _checkpoint_key(run.entry, run, step)
+                self._failures[key] = Failure(entry=run.entry, seed=run.seed, what=what)
 
-    def _summary(self, cell: Cell) -> str:
+    def _summary(self, run: PlannedRun) -> str:
         """Describe a finished run in a line: its steps, and how many of its checkpoints have all their scores."""
-        run = self._state(cell)
-        return f"{run.num_steps:,} steps, {run.num_scored} of {run.num_checkpoints} checkpoints scored"
+        state = self._state(run)
+        return f"{state.num_steps:,} steps, {state.num_scored} of {state.num_checkpoints} checkpoints scored"
 
-    def _state(self, cell: Cell) -> RunState:
-        scored_marks = [step for step in cell.marks if self._due_measures(cell, step)]
+    def _state(self, run: PlannedRun) -> RunState:
+        scored_marks = [step for step in run.marks if self._due_measures(run, step)]
         num_scored = sum(
-            not self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in scored_marks
+            not self._scores.missing(run.entry, run, step, self._due_measures(run, step)) for step in scored_marks
         )
-        num_steps = cell.marks[-1]
-        saved = saved_steps(cell)
-        is_finished = num_steps in saved or self._is_scored(cell)  # the checkpoints of scored runs may be deleted
+        num_steps = run.marks[-1]
+        saved = saved_steps(run)
+        is_finished = num_steps in saved or self._is_scored(run)  # the checkpoints of scored runs may be deleted
         return RunState(
-            entry=cell.entry,
-            seed=cell.seed,
-            step=num_steps if is_finished else min(max([*saved, current_step(cell)]), num_steps - 1),
+            entry=run.entry,
+            seed=run.seed,
+            step=num_steps if is_finished else min(max([*saved, current_step(run)]), num_steps - 1),
             num_steps=num_steps,
             num_scored=num_scored,
             num_checkpoints=len(scored_marks),
         )
 
-    def _score(self, entry: str, cell: Cell, step: int, progress: Progress) -> None:
+    def _score(self, entry: str, run: PlannedRun, step: int, progress: Progress) -> None:
         """Score a checkpoint by every measure that lacks a valid score for it; record a UserError as a failure."""
-        missing_measures = self._scores.missing(entry, cell, step, self._due_measures(cell, step))
+        missing_measures = self._scores.missing(entry, run, step, self._due_measures(run, step))
         if not missing_measures:
             return
-        key = _checkpoint_key(entry, cell, step)
+        key = _checkpoint_key(entry, run, step)
         self._failures.pop(key, None)  # of an earlier try
         try:
-            self._scores.make(entry, cell, step, missing_measures, progress)
+            self._scores.make(entry, run, step, missing_measures, progress)
         except UserError as error:
-            self._failures[key] = Failure(entry=entry, seed=cell.seed, what=f"after {step:,} steps: {error}")
+            self._failures[key] = Failure(entry=entry, seed=run.seed, what=f"after {step:,} steps: {error}")
 
-    def _is_scored(self, cell: Cell) -> bool:
+    def _is_scored(self, run: PlannedRun) -> bool:
         """Return whether all checkpoints of a run are scored, so that it need not train; False without measures."""
         return bool(self._measures) and not any(
-            self._scores.missing(cell.entry, cell, step, self._due_measures(cell, step)) for step in cell.marks
+            self._scores.missing(run.entry, run, step, self._due_measures(run, step)) for step in run.marks
         )
 
-    def _due_measures(self, cell: Cell, step: int) -> list[Measure]:
+    def _due_measures(self, run: PlannedRun, step: int) -> list[Measure]:
         """Return the measures by which a run's checkpoint at `step` is scored; some score the first and last only."""
-        is_first_or_last = step in (0, cell.marks[-1])
+        is_first_or_last = step in (0, run.marks[-1])
         return [
             measure
             for measure in self._measures
-            if measure.applies_to(cell.config.objective) and (measure.at == "all" or is_first_or_last)
+            if measure.applies_to(run.config.objective) and (measure.at == "all" or is_first_or_last)
         ]
 
     def scores(self) -> list[CheckpointScore]:
         """Read all stored scores: of initial weights, of the trigram model, then by objective, seed and step."""
         first_objective = self._compare.objectives[0].name
         found: list[CheckpointScore | None] = []
-        for cell in self.plan.of(first_objective):  # the initial weights are scored once per seed
-            found += [self._scores.find(RANDOM, cell, 0, measure) for measure in self._measures]
+        for run in self.plan.of(first_objective):  # the initial weights are scored once per seed
+            found += [self._scores.find(RANDOM, run, 0, measure) for measure in self._measures]
         first_seed = self._compare.seeds[0]
         found += [self._scores.find_trigram_score(measure, first_seed) for measure in self._measures]
         for objective in self._compare.objectives:
-            for cell in self.plan.of(objective.name):
-                for step in cell.marks:
-                    found += [self._scores.find(cell.entry, cell, step, measure) for measure in self._measures]
+            for run in self.plan.of(objective.name):
+                for step in run.marks:
+                    found += [self._scores.find(run.entry, run, step, measure) for measure in self._measures]
         return [score for score in found if score is not None]
 
     def failures(self) -> list[Failure]:
@@ -289,9 +289,9 @@ class Comparison:
         _replace_file(text_file, results.markdown_page(failures).encode())
         picture_file = self.folder / "compare.png"
         write_scores(results.rows, panel_titles(results.metric_of, results.rows), picture_file)
-        curves = read_curves(self.plan.cells)
+        curves = read_curves(self.plan.runs)
         page_file = self.folder / "compare.html"
-        states = [self._state(cell) for cell in self.plan.cells]
+        states = [self._state(run) for run in self.plan.runs]
         write_page(page_file, comparison_page(results, states, failures, curves))
         written = [json_file, text_file, page_file, picture_file]
         if curves:
@@ -320,9 +320,9 @@ def _first_blocks(corpora: Corpora, num_tokens: int, progress: Progress) -> Iter
             return
 
 
-def _checkpoint_key(entry: str, cell: Cell, step: int) -> str:
+def _checkpoint_key(entry: str, run: PlannedRun, step: int) -> str:
     """Return the key under which a checkpoint's failure is recorded: run and step, as in "rtd-seed1 500"."""
-    return f"{entry}-seed{cell.seed} {step}"
+    return f"{entry}-seed{run.seed} {step}"
 
 
 def _replace_file(path: Path, data: bytes, permissions: int = SHARED) -> None:

@@ -25,7 +25,7 @@ from electra_dist.model.counts import run_flops, steps_of_flops
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class PlannedRun:
     """One run of a comparison: an objective and a seed, with its complete config."""
 
     entry: str  # name of the objective's entry
@@ -57,11 +57,11 @@ class Plan:
     """
 
     budget_flops: float  # training FLOPs of every run, up to half a step
-    cells: tuple[Cell, ...]
+    runs: tuple[PlannedRun, ...]
 
-    def of(self, entry: str) -> list[Cell]:
+    def of(self, entry: str) -> list[PlannedRun]:
         """Return the runs of the objective that the config names `entry`, in the order of the seeds."""
-        return [cell for cell in self.cells if cell.entry == entry]
+        return [run for run in self.runs if run.entry == entry]
 
 
 def make_plan(compare: CompareConfig, file: Path) -> Plan:
@@ -79,7 +79,7 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
         first_objective = compare.objectives[0]
         budget = run_flops(objective_configs[first_objective.name], compare.steps)
 
-    cells = []
+    runs = []
     for seed in compare.seeds:
         for entry in compare.objectives:
             objective_config = objective_configs[entry.name]
@@ -97,8 +97,8 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
                 "checkpoint.targets": [],  # checkpoints are in the run's folder only
             }
             config = _load(file, base, entry, run_keys)
-            cells.append(Cell(entry=entry.name, seed=seed, config=config, marks=scored_steps))
-    return Plan(budget_flops=budget, cells=tuple(cells))
+            runs.append(PlannedRun(entry=entry.name, seed=seed, config=config, marks=scored_steps))
+    return Plan(budget_flops=budget, runs=tuple(runs))
 
 
 def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:

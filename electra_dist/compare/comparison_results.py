@@ -19,7 +19,7 @@ from rich.table import Table
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison_config import DETECTION, RANDOM, TRIGRAM, CompareConfig
-from electra_dist.compare.comparison_plan import Cell, Plan
+from electra_dist.compare.comparison_plan import Plan, PlannedRun
 from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.measures import Measure
 from electra_dist.compare.significance import (
@@ -250,7 +250,7 @@ class ComparisonResults:
         is_averaged = {measure.name: measure.at == "all" and measure.is_task for measure in measures}
         self.rows: list[ScoreRow] = summarize_rows(scores, is_averaged)
 
-        marks_of = {(cell.entry, cell.seed): cell.marks for cell in plan.cells}
+        marks_of = {(run.entry, run.seed): run.marks for run in plan.runs}
         last_steps_of = {run: marks[-_NUM_LAST:] for run, marks in marks_of.items()}
         scores_of_last = [score for score in scores if score.step in last_steps_of.get((score.entry, score.seed), ())]
         self._last_scores = [score for score in scores_of_last if score.step == marks_of[score.entry, score.seed][-1]]
@@ -305,7 +305,7 @@ class ComparisonResults:
             "command": self.command,
             "budget_flops": self.plan.budget_flops,
             "config": without_secrets(self.compare.model_dump(mode="json")),
-            "runs": [_describe_run(cell) for cell in self.plan.cells],
+            "runs": [_describe_run(run) for run in self.plan.runs],
             "table": [dataclasses.asdict(row) for row in self.rows],
             "scores": [score.record() for score in self._scores],
             "differences": [dataclasses.asdict(difference) for difference in self.differences],
@@ -382,14 +382,14 @@ class ComparisonResults:
         return [difference for difference in found if difference is not None]
 
 
-def _describe_run(cell: Cell) -> dict[str, object]:
+def _describe_run(run: PlannedRun) -> dict[str, object]:
     """Return what compare.json records of a run; steps and FLOPs are those of the whole run, finished or not."""
-    num_steps = cell.marks[-1]
+    num_steps = run.marks[-1]
     return {
-        "objective": cell.entry,
-        "seed": cell.seed,
-        "run": cell.config.run_dir,
+        "objective": run.entry,
+        "seed": run.seed,
+        "run": run.config.run_dir,
         "steps": num_steps,
-        "flops": cell.flops(num_steps),
-        "parameters": parameter_counts(cell.config.model, cell.config.objective)._asdict(),
+        "flops": run.flops(num_steps),
+        "parameters": parameter_counts(run.config.model, run.config.objective)._asdict(),
     }

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from electra_dist.compare.comparison_config import CompareConfig, Entry
-from electra_dist.compare.comparison_plan import Cell, Plan, make_plan
+from electra_dist.compare.comparison_plan import Plan, PlannedRun, make_plan
 from electra_dist.compare.pretraining_runs import Pretrainings, Progress
 from electra_dist.config import Config
 from electra_dist.errors import UserError
@@ -81,16 +81,16 @@ class RateSearch:
             "evaluate_at": (1.0,),
         }
         self.plan = make_plan(compare.model_copy(update=changes), file)
-        for cell in self.plan.cells:
-            if cell.config.data.heldout is None:
+        for run in self.plan.runs:
+            if run.config.data.heldout is None:
                 raise UserError(
                     f"{file}: learning rates are chosen on held-out rows; set `data.heldout` in {compare.base}, or "
                     f"remove `lr` from the objectives"
                 )
-        self._cells_of: dict[str, list[Cell]] = {}  # objective -> its short runs, one for each rate
+        self._runs_of: dict[str, list[PlannedRun]] = {}  # objective -> its short runs, one for each rate
         for entry in searched:
             trials_of_entry = [_trial(entry, rate).name for rate in entry.lr]
-            self._cells_of[entry.name] = [cell for name in trials_of_entry for cell in self.plan.of(name)]
+            self._runs_of[entry.name] = [run for name in trials_of_entry for run in self.plan.of(name)]
 
     def choices(self, fingerprint: str) -> list[RateChoice]:
         """Read the choices that hold for the present settings and the corpus with this fingerprint, in their order."""
@@ -99,8 +99,8 @@ class RateSearch:
         newest = {choice.entry: choice for choice in read_records(self._file, RateChoice.model_validate)}
         return [
             newest[entry]
-            for entry, cells in self._cells_of.items()
-            if entry in newest and newest[entry].runs == _digest(cells, fingerprint)
+            for entry, runs in self._runs_of.items()
+            if entry in newest and newest[entry].runs == _digest(runs, fingerprint)
         ]
 
     def make(self, fingerprint: str, progress: Progress) -> list[RateChoice]:
@@ -111,13 +111,13 @@ class RateSearch:
         if self.plan is None:
             return []
         chosen = {choice.entry for choice in self.choices(fingerprint)}
-        cells_of = {entry: cells for entry, cells in self._cells_of.items() if entry not in chosen}
-        all_cells = [cell for cells in cells_of.values() for cell in cells]
+        runs_of = {entry: runs for entry, runs in self._runs_of.items() if entry not in chosen}
+        all_runs = [run for runs in runs_of.values() for run in runs]
         made = []
-        with Pretrainings(all_cells, self._ranks, self._parallel) as runs:
-            for entry, cells in cells_of.items():
-                failures = [runs.result(cell, _named(progress, cell)) for cell in cells]
-                choice = _choose(entry, cells, failures, fingerprint)
+        with Pretrainings(all_runs, self._ranks, self._parallel) as trainings:
+            for entry, runs in runs_of.items():
+                failures = [trainings.result(run, _named(progress, run)) for run in runs]
+                choice = _choose(entry, runs, failures, fingerprint)
                 with contextlib.closing(JsonlFile(self._file)) as file:
                     file.append(choice)
                     file.sync()
@@ -146,23 +146,23 @@ def _trial(entry: Entry, rate: float) -> Entry:
     return entry.model_copy(update=changes)
 
 
-def _named(progress: Progress, cell: Cell) -> Progress:
-    return lambda activity, done, total: progress(f"learning rates: {cell.name}: {activity}", done, total)
+def _named(progress: Progress, run: PlannedRun) -> Progress:
+    return lambda activity, done, total: progress(f"learning rates: {run.name}: {activity}", done, total)
 
 
-def _digest(cells: Sequence[Cell], fingerprint: str) -> str:
-    identities = [cell.config.identity_sha256(recorded_numerics(Path(cell.config.run_dir))) for cell in cells]
+def _digest(runs: Sequence[PlannedRun], fingerprint: str) -> str:
+    identities = [run.config.identity_sha256(recorded_numerics(Path(run.config.run_dir))) for run in runs]
     return digest_of({"runs": identities, "corpus": fingerprint})
 
 
-def _choose(entry: str, cells: Sequence[Cell], failures: Sequence[str], fingerprint: str) -> RateChoice:
+def _choose(entry: str, runs: Sequence[PlannedRun], failures: Sequence[str], fingerprint: str) -> RateChoice:
     """Choose the learning rate of an objective's best short run; raise UserError if no run has a finite value.
 
     `failures` has for each run why it failed, or "" if it has finished. `fingerprint` is that of the corpus.
     """
-    finds_replacements = not cells[0].config.objective.facts.predicts_tokens
-    values = [None if failure else _value(cell.config) for cell, failure in zip(cells, failures, strict=True)]
-    known = {cell.config.optimizer.lr: value for cell, value in zip(cells, values, strict=True) if value is not None}
+    finds_replacements = not runs[0].config.objective.facts.predicts_tokens
+    values = [None if failure else _value(run.config) for run, failure in zip(runs, failures, strict=True)]
+    known = {run.config.optimizer.lr: value for run, value in zip(runs, values, strict=True) if value is not None}
     if not known:
         reasons = "; ".join(failure or "no finite value on held-out rows" for failure in failures)
         raise UserError(f"no learning rate of {entry} can be chosen: {reasons}; list other rates in its `lr`")
@@ -170,10 +170,10 @@ def _choose(entry: str, cells: Sequence[Cell], failures: Sequence[str], fingerpr
     return RateChoice(
         entry=entry,
         measure="context AUC" if finds_replacements else "loss",
-        rates=[cell.config.optimizer.lr for cell in cells],
+        rates=[run.config.optimizer.lr for run in runs],
         values=values,
         chosen=best,
-        runs=_digest(cells, fingerprint),
+        runs=_digest(runs, fingerprint),
     )
 
 

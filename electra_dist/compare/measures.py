@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from electra_dist.compare.comparison_config import MINIMAL_PAIRS, CompareConfig, TaskEntry
-from electra_dist.compare.comparison_plan import Cell
+from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.config import ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
@@ -222,14 +222,14 @@ def _of_pair_scores(name: str, scores: list[PairScore]) -> Measured:
     )
 
 
-def open_measures(compare: CompareConfig, file: Path, glue: Path | None, cell: Cell) -> list[Measure]:
+def open_measures(compare: CompareConfig, file: Path, glue: Path | None, run: PlannedRun) -> list[Measure]:
     """Read the data of a comparison; return a measure for each task, in the config's order, then for minimal pairs.
 
-    `glue` is the folder of the GLUE tasks, or None. `cell` may be any run of the comparison: the sizes of its encoder
+    `glue` is the folder of the GLUE tasks, or None. `run` may be any run of the comparison: the sizes of its encoder
     decide the default settings of fine-tuning.
     """
     measures: list[Measure] = []
-    model = cell.config.model
+    model = run.config.model
     for name, entry in compare.tasks.items():
         try:
             if entry.how in ("tags", "heads"):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
-from electra_dist.compare.comparison_plan import Cell
+from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.process_table import mark_of, marked_pids
 
@@ -29,9 +29,9 @@ Progress = Callable[[str, int, int], None]  # called with (activity, parts done,
 _POLL_S = 0.5  # seconds between checks of a run
 
 
-def saved_steps(cell: Cell) -> set[int]:
+def saved_steps(run: PlannedRun) -> set[int]:
     """Return the steps at which a run has a complete checkpoint in at least one of its checkpoint stores."""
-    return {checkpoint.step for checkpoint in checkpoints(open_targets(cell.config))}
+    return {checkpoint.step for checkpoint in checkpoints(open_targets(run.config))}
 
 
 class Pretrainings:
@@ -40,8 +40,8 @@ class Pretrainings:
     Call `result` for one run after the other. While `result` waits for a run, the next runs train beside it.
     """
 
-    def __init__(self, cells: Sequence[Cell], ranks: int, parallel: int) -> None:
-        self._cells = cells
+    def __init__(self, runs: Sequence[PlannedRun], ranks: int, parallel: int) -> None:
+        self._runs = runs
         self._ranks = ranks
         self._parallel = parallel
         self._pool = ThreadPoolExecutor(parallel)
@@ -56,31 +56,31 @@ class Pretrainings:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def result(self, cell: Cell, progress: Progress) -> str:
+    def result(self, run: PlannedRun, progress: Progress) -> str:
         """Start a run if necessary, and wait until it ends; return "" if it is finished, else the reason in one line.
 
         `progress` is called every half second. Raises OSError if the supervisor cannot be started, or its log cannot
         be written.
         """
-        self._start(cell)
-        run = self._started[cell.name]
-        while not run.done():
-            self._start_runs_beside(cell)
-            progress("pretraining", current_step(cell), cell.marks[-1])
-            wait([run], timeout=_POLL_S)
-        return run.result()
+        self._start(run)
+        training = self._started[run.name]
+        while not training.done():
+            self._start_runs_beside(run)
+            progress("pretraining", current_step(run), run.marks[-1])
+            wait([training], timeout=_POLL_S)
+        return training.result()
 
-    def _start_runs_beside(self, cell: Cell) -> None:
-        """Start further runs, in their order, until `parallel - 1` of them train beside `cell`, or none is left."""
-        for next_cell in self._cells:
-            num_beside = sum(not run.done() for name, run in self._started.items() if name != cell.name)
+    def _start_runs_beside(self, run: PlannedRun) -> None:
+        """Start further runs, in their order, until `parallel - 1` of them train beside `run`, or none is left."""
+        for next_run in self._runs:
+            num_beside = sum(not training.done() for name, training in self._started.items() if name != run.name)
             if num_beside >= self._parallel - 1:
                 return
-            self._start(next_cell)
+            self._start(next_run)
 
-    def _start(self, cell: Cell) -> None:
-        if cell.name not in self._started:
-            self._started[cell.name] = self._pool.submit(pretrain, cell, self._ranks, self._pause)
+    def _start(self, run: PlannedRun) -> None:
+        if run.name not in self._started:
+            self._started[run.name] = self._pool.submit(pretrain, run, self._ranks, self._pause)
 
     def _pause(self) -> None:
         """Sleep for half a second; raise _StoppedError as soon as the `with` block has ended."""
@@ -88,26 +88,26 @@ class Pretrainings:
             raise _StoppedError
 
 
-def pretrain(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
+def pretrain(run: PlannedRun, ranks: int, pause: Callable[[], None]) -> str:
     """Start or continue a run, and wait until it ends; return "" if it is finished, else the reason in one line.
 
     If an earlier comparison has started the run and it still trains, it is not started again. `pause` is called
     between checks. If `pause` raises, a run that this call has started saves a checkpoint and ends, and the exception
     passes on.
     """
-    last_step = cell.marks[-1]
+    last_step = run.marks[-1]
     # The value of an environment variable by which the run's processes on this machine are found.
-    process_mark = mark_of(Path(cell.config.run_dir), node=0)
+    process_mark = mark_of(Path(run.config.run_dir), node=0)
     exit_code: int | None = None  # of the supervisor that this call has started
-    log = _log_file(cell)
+    log = _log_file(run)
     log_begin = 0  # bytes in the log before that supervisor was started; earlier starts have written them
-    while last_step not in saved_steps(cell):
+    while last_step not in saved_steps(run):
         is_running = bool(marked_pids(process_mark))
         if is_running:
             pause()  # an earlier, interrupted comparison has started the run, which still trains
         elif exit_code is None:
             log_begin = log.stat().st_size if log.exists() else 0
-            exit_code = _supervise(cell, ranks, pause)
+            exit_code = _supervise(run, ranks, pause)
         else:
             return (
                 f"the run ended with exit code {exit_code}: {_last_error(log, log_begin)}; "
@@ -120,26 +120,26 @@ class _StoppedError(Exception):
     """Error: the pool of runs was closed, for example by Ctrl-C, so the runs that still train must be stopped."""
 
 
-def current_step(cell: Cell) -> int:
+def current_step(run: PlannedRun) -> int:
     """Return the optimizer step that rank 0 has recorded in its heartbeat file; 0 if there is none yet."""
-    for beat in read_heartbeats(Path(cell.config.run_dir)):
+    for beat in read_heartbeats(Path(run.config.run_dir)):
         if beat.rank == 0:
             return beat.step
     return 0
 
 
-def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
+def _supervise(run: PlannedRun, ranks: int, pause: Callable[[], None]) -> int:
     """Run the supervisor of a run; return its exit code. If `pause` raises, the ranks save a checkpoint and end."""
     command = [
         sys.executable,
         "-m",
         "electra_launcher.supervise",
         "--config",
-        str(cell.file),
+        str(run.file),
         "--gpus-per-node",
         str(ranks),
     ]
-    with _log_file(cell).open("ab") as log:
+    with _log_file(run).open("ab") as log:
         # In a session of its own, the supervisor does not receive Ctrl-C from the terminal directly.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -153,8 +153,8 @@ def _supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
     return process.returncode
 
 
-def _log_file(cell: Cell) -> Path:
-    return Path(f"{cell.config.run_dir}.log")
+def _log_file(run: PlannedRun) -> Path:
+    return Path(f"{run.config.run_dir}.log")
 
 
 def _last_error(log: Path, begin: int) -> str:

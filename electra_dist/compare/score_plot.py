@@ -27,7 +27,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from electra_dist.compare.comparison_config import RANDOM, TRIGRAM
-from electra_dist.compare.comparison_plan import Cell
+from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.compare.comparison_results import AVERAGE, ScoreRow
 from electra_dist.report.curves import DrawnPanel, draw_diagram
 from electra_dist.report.plot_style import PRINT, SERIES, SOFT, VARIABLES, print_style
@@ -261,22 +261,22 @@ class RunCurves:
     points: dict[str, list[tuple[float, float]]]  # field of the record -> (FLOPs, value), ascending
 
 
-def read_curves(cells: Sequence[Cell]) -> list[RunCurves]:
+def read_curves(runs: Sequence[PlannedRun]) -> list[RunCurves]:
     """Return the curves of all runs that have recorded an evaluation, in the order of the runs.
 
     A quantity that a run does not record has no points; values that are not finite are left out.
     """
     curves = []
-    for cell in cells:
+    for run in runs:
         value_at: dict[str, dict[int, float]] = {field: {} for field in CURVE_TITLES}  # by step
-        for record in iter_evaluations(Path(cell.config.run_dir)):
+        for record in iter_evaluations(Path(run.config.run_dir)):
             for field, values in value_at.items():
                 value = getattr(record, field)
                 if math.isfinite(value):
                     values[record.step] = value  # A step that was repeated after a restart counts once.
         points = {}
         for field, values in value_at.items():
-            points[field] = [(cell.flops(step), value) for step, value in sorted(values.items())]
+            points[field] = [(run.flops(step), value) for step, value in sorted(values.items())]
         if any(points.values()):
-            curves.append(RunCurves(entry=cell.entry, seed=cell.seed, points=points))
+            curves.append(RunCurves(entry=run.entry, seed=run.seed, points=points))
     return curves

@@ -50,12 +50,12 @@ def scores_of(plan: Plan, tasks: Sequence[str], seeds: Sequence[int]) -> list[Ch
         add("trigram", 0, 0.0, task, 1, 0.411)
         for seed in seeds:
             add("random", 0, 0.0, task, seed, 0.4)
-    for cell in plan.cells:
-        if cell.seed in seeds:
+    for run in plan.runs:
+        if run.seed in seeds:
             for task, values in zip(tasks, FINAL.values(), strict=True):
-                final = values[cell.config.objective.name][cell.seed - 1]
-                add(cell.entry, cell.marks[0], cell.flops(cell.marks[0]), task, cell.seed, (0.4 + final) / 2)
-                add(cell.entry, cell.marks[1], cell.flops(cell.marks[1]), task, cell.seed, final)
+                final = values[run.config.objective.name][run.seed - 1]
+                add(run.entry, run.marks[0], run.flops(run.marks[0]), task, run.seed, (0.4 + final) / 2)
+                add(run.entry, run.marks[1], run.flops(run.marks[1]), task, run.seed, final)
     return scores
 
 
@@ -81,7 +81,7 @@ def load(make_comparison: MakeComparison, **changes: object) -> tuple[CompareCon
 
 
 def finished(plan: Plan) -> list[RunState]:
-    return [RunState(cell.entry, cell.seed, cell.marks[-1], cell.marks[-1], 2, 2) for cell in plan.cells]
+    return [RunState(run.entry, run.seed, run.marks[-1], run.marks[-1], 2, 2) for run in plan.runs]
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -221,8 +221,8 @@ def test_names_and_texts_with_markup_are_escaped(make_comparison: MakeComparison
     compare = compare.model_copy(
         update={"objectives": tuple(renamed), "criterion": compare.criterion.model_copy(update=criterion)}
     )
-    cells = tuple(dataclasses.replace(cell, entry=f"{cell.entry}{evil}") for cell in plan.cells)
-    plan = dataclasses.replace(plan, cells=cells)
+    runs = tuple(dataclasses.replace(run, entry=f"{run.entry}{evil}") for run in plan.runs)
+    plan = dataclasses.replace(plan, runs=runs)
     tasks = [f"words{evil}", f"fewer{evil}"]
     results = results_of(compare, plan, scores_of(plan, tasks, [1, 2]), tasks)
     curves = [RunCurves(entry=f"rtd{evil}", seed=1, points=curve(0.5, 0.6))]

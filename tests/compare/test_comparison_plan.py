@@ -71,20 +71,20 @@ def step_flops_by_hand(config: Config) -> float:
 def test_every_run_has_the_flops_of_the_first_objective_up_to_half_a_step(make_comparison: MakeComparison) -> None:
     plan = plan_of(make_comparison(objectives=["rtd", "mlm", "all_tokens_mlm"], steps=1000, seeds=[3, 4]))
 
-    step_flops_of = {cell.entry: step_flops_by_hand(cell.config) for cell in plan.cells}
+    step_flops_of = {run.entry: step_flops_by_hand(run.config) for run in plan.runs}
     budget = 1000 * step_flops_of["rtd"]
     assert plan.budget_flops == pytest.approx(budget, rel=1e-12)
-    for cell in plan.cells:
-        num_steps = cell.config.train.num_steps
-        step_flops = step_flops_of[cell.entry]
-        assert cell.flops(num_steps) == pytest.approx(num_steps * step_flops, rel=1e-12)
+    for run in plan.runs:
+        num_steps = run.config.train.num_steps
+        step_flops = step_flops_of[run.entry]
+        assert run.flops(num_steps) == pytest.approx(num_steps * step_flops, rel=1e-12)
         assert abs(num_steps * step_flops - budget) <= step_flops / 2
-        assert cell.marks == (round(0.5 * num_steps), num_steps)
+        assert run.marks == (round(0.5 * num_steps), num_steps)
         # The base config warms up for 10 of 20 steps; every run has the same share.
-        assert cell.config.optimizer.warmup_steps == round(num_steps * 10 / 20)
-    num_steps_of = {cell.entry: cell.config.train.num_steps for cell in plan.cells}
+        assert run.config.optimizer.warmup_steps == round(num_steps * 10 / 20)
+    num_steps_of = {run.entry: run.config.train.num_steps for run in plan.runs}
     assert num_steps_of["all_tokens_mlm"] < num_steps_of["rtd"] < num_steps_of["mlm"]
-    first_runs = [(cell.entry, cell.seed) for cell in plan.cells[:3]]
+    first_runs = [(run.entry, run.seed) for run in plan.runs[:3]]
     assert first_runs == [("rtd", 3), ("mlm", 3), ("all_tokens_mlm", 3)]
 
 
@@ -94,9 +94,9 @@ def test_a_budget_in_flops_gives_the_plan_of_the_same_budget_in_steps_also_with_
     """In two-stage training the first steps train the generator alone and cost less than the later ones."""
     by_steps = plan_of(make_comparison(steps=500))
     by_flops = plan_of(make_comparison(steps=None, flops=by_steps.budget_flops))
-    assert [cell.config for cell in by_flops.cells] == [cell.config for cell in by_steps.cells]
+    assert [run.config for run in by_flops.runs] == [run.config for run in by_steps.runs]
 
-    base = by_steps.cells[0].config
+    base = by_steps.runs[0].config
     model = base.model.model_copy(update={"sharing": "none", "generator": base.model.discriminator})
     objective = base.objective.model_copy(update={"generator_only_steps": 100})
     two_stage = base.model_copy(update={"model": model, "objective": objective})
@@ -108,7 +108,7 @@ def test_a_budget_in_flops_gives_the_plan_of_the_same_budget_in_steps_also_with_
 def test_an_entry_changes_the_keys_that_it_sets_and_nothing_else(make_comparison: MakeComparison) -> None:
     weighted = {"name": "rtd-10", "objective": "rtd", "set": {"objective.rtd_weight": 10}}
 
-    plain_run, weighted_run = plan_of(make_comparison(objectives=["rtd", weighted])).cells
+    plain_run, weighted_run = plan_of(make_comparison(objectives=["rtd", weighted])).runs
 
     assert weighted_run.config.objective.rtd_weight == 10
     assert weighted_run.config.run_dir.endswith("runs/rtd-10-seed1")
@@ -121,7 +121,7 @@ def test_an_entry_may_set_a_schedule(make_comparison: MakeComparison) -> None:
     temperature = {"from": 4, "to": 1, "shape": "exponential", "tau": 0.15}
     curriculum = {"name": "rtd-curriculum", "objective": "rtd", "set": {"objective.temperature": temperature}}
 
-    plain_run, scheduled_run = plan_of(make_comparison(objectives=["rtd", curriculum])).cells
+    plain_run, scheduled_run = plan_of(make_comparison(objectives=["rtd", curriculum])).runs
 
     assert scheduled_run.config.identity()["objective"]["temperature"] == temperature
     assert scheduled_run.config.train == plain_run.config.train  # equal FLOPs give equally many steps
@@ -190,8 +190,8 @@ def test_the_comparison_in_configs_plans_four_objectives_with_flops_equal_to_a_t
 
     plan = plan_of(configs / "compare_cpu.yaml")
 
-    assert {cell.entry for cell in plan.cells} == {"rtd", "mlm", "all_tokens_mlm", "rtd-uniform"}
-    assert plan.cells[0].config.model == load_config(configs / "compare_cpu_base.yaml").model
-    for cell in plan.cells:
-        last_step = cell.marks[-1]
-        assert abs(cell.flops(last_step) / plan.budget_flops - 1) < 1e-3
+    assert {run.entry for run in plan.runs} == {"rtd", "mlm", "all_tokens_mlm", "rtd-uniform"}
+    assert plan.runs[0].config.model == load_config(configs / "compare_cpu_base.yaml").model
+    for run in plan.runs:
+        last_step = run.marks[-1]
+        assert abs(run.flops(last_step) / plan.budget_flops - 1) < 1e-3

@@ -11,7 +11,7 @@ import pytest
 from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import Cell
+from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 from electra_dist.finetune import word_probes
@@ -19,9 +19,9 @@ from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.hf import TowerName
 
 
-def fake_pretrain(cell: Cell, ranks: int, pause: object) -> str:
+def fake_pretrain(run: PlannedRun, ranks: int, pause: object) -> str:
     """Make the folder of a run, without training."""
-    Path(cell.config.run_dir).mkdir(parents=True, exist_ok=True)
+    Path(run.config.run_dir).mkdir(parents=True, exist_ok=True)
     return ""
 
 
@@ -53,7 +53,7 @@ def test_all_measures_are_scored_paired_and_judged(
 ) -> None:
     monkeypatch.setattr(word_probes, "_MIN_STEPS", 100)  # enough for two tags
     monkeypatch.setattr(pretraining_runs, "pretrain", fake_pretrain)
-    monkeypatch.setattr(comparison, "saved_steps", lambda cell: set(cell.marks))
+    monkeypatch.setattr(comparison, "saved_steps", lambda run: set(run.marks))
     monkeypatch.setattr(checkpoint_scores, "load_pretrained", load_initial_weights)
     criterion = {"statement": "Tags are better.", "arm": "rtd", "baseline": "mlm", "metrics": ["tags", "order"]}
     file = make_comparison(

@@ -17,7 +17,7 @@ import yaml
 from electra_dist.compare import pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import Cell
+from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER, RateSearch
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
@@ -30,20 +30,20 @@ MLM = {"name": "mlm", "lr": list(LOSS), "set": {"objective.mask_prob": 0.3}}
 
 
 @pytest.fixture
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> list[PlannedRun]:
     """The short runs that were made, to which each further one is appended; no other run can be made."""
-    made: list[Cell] = []
+    made: list[PlannedRun] = []
 
-    def pretrain(cell: Cell, ranks: int, pause: Any) -> str:
-        run_dir = Path(cell.config.run_dir)
+    def pretrain(planned: PlannedRun, ranks: int, pause: Any) -> str:
+        run_dir = Path(planned.config.run_dir)
         if SEARCH_FOLDER not in run_dir.parts:
             return "no run of the comparison is made here"
-        made.append(cell)
-        rate = cell.config.optimizer.lr
+        made.append(planned)
+        rate = planned.config.optimizer.lr
         unknown = dict.fromkeys(("mlm_accuracy", "rtd_loss", "auc", "accuracy", "precision", "recall"), 0.0)
         loss = LOSS.get(rate, 4.0)
         record = {"kind": "eval", "step": 8, "rows": 8, **unknown, "mlm_loss": loss}
-        if not cell.config.objective.facts.predicts_tokens:
+        if not planned.config.objective.facts.predicts_tokens:
             record["context_auc"] = CONTEXT_AUC[rate]
         run_dir.mkdir(parents=True, exist_ok=True)
         earlier = {**record, "step": 4, "context_auc": 0.99, "mlm_loss": 1.0}  # the newest evaluation counts
@@ -81,13 +81,13 @@ def rate_of(run_config: Path) -> float:
 
 
 def test_the_highest_context_auc_or_the_lowest_loss_of_a_short_run_decides(
-    make: MakeComparison, short_runs: list[Cell], tmp_path: Path
+    make: MakeComparison, short_runs: list[PlannedRun], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
 
     notes = run(make(objectives=[RTD, MLM, "all_tokens_mlm"], steps=100, seeds=[7, 8], search_at=0.25))
 
-    assert [(cell.entry, cell.seed) for cell in short_runs] == [
+    assert [(planned.entry, planned.seed) for planned in short_runs] == [
         (f"{objective}-lr{rate:g}", 7) for objective, rates in (("rtd", CONTEXT_AUC), ("mlm", LOSS)) for rate in rates
     ]
     assert short_runs[0].config.train.num_steps == 25
@@ -109,7 +109,7 @@ def test_the_highest_context_auc_or_the_lowest_loss_of_a_short_run_decides(
 
 
 def test_a_choice_holds_until_the_short_runs_would_be_others(
-    make: MakeComparison, short_runs: list[Cell], tmp_path: Path
+    make: MakeComparison, short_runs: list[PlannedRun], tmp_path: Path
 ) -> None:
     run(make(objectives=[RTD, MLM]))
     assert len(short_runs) == 6
@@ -118,16 +118,16 @@ def test_a_choice_holds_until_the_short_runs_would_be_others(
     run(make(objectives=[RTD, MLM], seeds=[1, 2]))
     assert len(short_runs) == 6  # another seed, the same short runs
     run(make(objectives=[RTD, {**MLM, "set": {"objective.mask_prob": 0.2}}]))
-    assert [cell.entry for cell in short_runs[6:]] == ["mlm-lr0.001", "mlm-lr0.002", "mlm-lr0.004"]
+    assert [planned.entry for planned in short_runs[6:]] == ["mlm-lr0.001", "mlm-lr0.002", "mlm-lr0.004"]
     (tmp_path / "out" / RATES_FILE).write_text(line_of_rtd + "\n")  # as after an interrupt between two objectives
     run(make(objectives=[RTD, MLM]))
-    assert [cell.entry for cell in short_runs[9:]] == ["mlm-lr0.001", "mlm-lr0.002", "mlm-lr0.004"]
+    assert [planned.entry for planned in short_runs[9:]] == ["mlm-lr0.001", "mlm-lr0.002", "mlm-lr0.004"]
 
 
 def test_an_objective_whose_short_runs_all_fail_is_an_error_that_names_the_reasons(
     make: MakeComparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretraining_runs, "pretrain", lambda cell, *_: f"{cell.name} diverged")
+    monkeypatch.setattr(pretraining_runs, "pretrain", lambda planned, *_: f"{planned.name} diverged")
 
     with pytest.raises(UserError, match=r"no learning rate of rtd can be .*: rtd-lr0.001-seed1 diverged; .* other"):
         run(make(objectives=[RTD, MLM]))
@@ -160,13 +160,13 @@ def test_rates_need_held_out_rows(make_comparison: MakeComparison, tmp_path: Pat
 def test_rates_that_differ_in_the_seventh_digit_have_folders_of_their_own(make: MakeComparison) -> None:
     file = make(objectives=[{"name": "rtd", "lr": [0.001, 0.0010000001]}, "mlm"])
     plan = RateSearch(load_section(file, CompareConfig), file).plan
-    assert plan is not None and len({cell.config.run_dir for cell in plan.cells}) == 2
+    assert plan is not None and len({planned.config.run_dir for planned in plan.runs}) == 2
 
 
 def test_the_page_is_there_before_the_short_runs_and_names_the_objectives_without_a_rate(
     make: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(cell: Cell, ranks: int, pause: Any) -> str:
+    def interrupted(planned: PlannedRun, ranks: int, pause: Any) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pretraining_runs, "pretrain", interrupted)

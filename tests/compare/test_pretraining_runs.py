@@ -15,7 +15,7 @@ from support.small_models import frozen_weights
 from electra_dist.compare import pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import Cell, make_plan
+from electra_dist.compare.comparison_plan import PlannedRun, make_plan
 from electra_dist.compare.pretraining_runs import pretrain
 from electra_dist.config.load import load_config, load_section
 from electra_dist.pretrained.export import export_tower
@@ -25,10 +25,10 @@ from electra_dist.train.check_inputs import check_inputs
 
 
 @pytest.fixture
-def cell(make_comparison: Callable[..., Path]) -> Cell:
+def run(make_comparison: Callable[..., Path]) -> PlannedRun:
     """A run of 8 steps whose checkpoints after 4 and 8 steps are scored."""
     file = make_comparison()
-    return make_plan(load_section(file, CompareConfig), file).cells[0]
+    return make_plan(load_section(file, CompareConfig), file).runs[0]
 
 
 def fake_supervisor(
@@ -49,38 +49,38 @@ def fake_supervisor(
     next_saved_steps = iter(saved_steps)
     next_running_pids = iter(running_pids)
 
-    def supervise(cell: Cell, ranks: int, pause: Callable[[], None]) -> int:
-        started.append(cell.name)
-        log = Path(f"{cell.config.run_dir}.log")
+    def supervise(run: PlannedRun, ranks: int, pause: Callable[[], None]) -> int:
+        started.append(run.name)
+        log = Path(f"{run.config.run_dir}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:
             file.write(output)
         return 1
 
-    monkeypatch.setattr(pretraining_runs, "saved_steps", lambda cell: next(next_saved_steps))
+    monkeypatch.setattr(pretraining_runs, "saved_steps", lambda run: next(next_saved_steps))
     monkeypatch.setattr(pretraining_runs, "marked_pids", lambda mark: next(next_running_pids))
     monkeypatch.setattr(pretraining_runs, "_supervise", supervise)
     return started
 
 
 def test_a_run_with_a_checkpoint_of_its_last_step_is_not_started_again(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    run: PlannedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = fake_supervisor(monkeypatch, saved_steps=[{4, 8}], running_pids=[])
 
-    failure = pretrain(cell, 1, lambda: None)
+    failure = pretrain(run, 1, lambda: None)
 
     assert failure == ""
     assert started == []
 
 
 def test_a_run_that_still_trains_is_waited_for_and_not_started_twice(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    run: PlannedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[int] = []
     started = fake_supervisor(monkeypatch, saved_steps=[set(), {4}, {4, 8}], running_pids=[[123], [123]])
 
-    failure = pretrain(cell, 1, lambda: pauses.append(1))
+    failure = pretrain(run, 1, lambda: pauses.append(1))
 
     assert failure == ""
     assert started == []
@@ -88,18 +88,18 @@ def test_a_run_that_still_trains_is_waited_for_and_not_started_twice(
 
 
 def test_a_run_that_ends_early_is_started_once_and_its_last_error_is_reported(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch
+    run: PlannedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = "a line\nerror: the disk is full\nsupervise: end, exit code 1\n"
     started = fake_supervisor(monkeypatch, saved_steps=[set(), {4}], running_pids=[[], []], output=output)
 
-    failure = pretrain(cell, 1, lambda: None)
+    failure = pretrain(run, 1, lambda: None)
 
     assert failure == (
         "the run ended with exit code 1: error: the disk is full; "
-        f"read {cell.config.run_dir}.log, correct the cause and repeat the command"
+        f"read {run.config.run_dir}.log, correct the cause and repeat the command"
     )
-    assert started == [cell.name]
+    assert started == [run.name]
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_a_run_that_ends_early_is_started_once_and_its_last_error_is_reported(
     [("killed, step 5 of 8\n", "killed, step 5 of 8"), ("", "it has written nothing to the log")],
 )
 def test_an_error_that_an_earlier_start_has_written_to_the_log_is_not_reported_again(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch, output: str, reported: str
+    run: PlannedRun, monkeypatch: pytest.MonkeyPatch, output: str, reported: str
 ) -> None:
-    log = Path(f"{cell.config.run_dir}.log")
+    log = Path(f"{run.config.run_dir}.log")
     log.parent.mkdir(parents=True)
     log.write_text("error: the disk is full\n")
     fake_supervisor(monkeypatch, saved_steps=[set(), {4}], running_pids=[[], []], output=output)
 
-    failure = pretrain(cell, 1, lambda: None)
+    failure = pretrain(run, 1, lambda: None)
 
     assert failure.startswith(f"the run ended with exit code 1: {reported}; read ")
 
@@ -131,8 +131,8 @@ def test_a_comparison_whose_generator_is_frozen_recognises_its_runs(
     config = load_config(tmp_path / "base.yaml", [])
     vocabulary = Vocabulary.read(tiny_corpus / "vocab.txt")
     export_tower(frozen_weights(config.model), config.model, "generator", vocabulary, True, tmp_path / "generator")
-    cell = make_plan(load_section(file, CompareConfig), file).cells[0]
-    inputs = check_inputs(cell.config, 1)
+    run = make_plan(load_section(file, CompareConfig), file).runs[0]
+    inputs = check_inputs(run.config, 1)
     tokenizer = inputs.corpora.tokenizer.model_dump_json()
     begin_run_folder(inputs.config, inputs.identity, tokenizer, vocabulary.text.encode(), {})
 

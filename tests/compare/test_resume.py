@@ -17,7 +17,7 @@ from support.run_records import EVAL
 from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import Cell, make_plan
+from electra_dist.compare.comparison_plan import PlannedRun, make_plan
 from electra_dist.compare.heldout_measures import ContextMeasure
 from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER
 from electra_dist.compare.measures import TaskMeasure
@@ -49,7 +49,7 @@ class FakePretraining:
             return real_score(measure, encoder, *others)
 
         monkeypatch.setattr(pretraining_runs, "pretrain", self.pretrain)
-        monkeypatch.setattr(comparison, "saved_steps", lambda cell: self.saved.get(cell.name, set()))
+        monkeypatch.setattr(comparison, "saved_steps", lambda planned: self.saved.get(planned.name, set()))
         monkeypatch.setattr(checkpoint_scores, "load_pretrained", self.load)
         monkeypatch.setattr(TaskMeasure, "score", score)
 
@@ -59,14 +59,14 @@ class FakePretraining:
             raise KeyboardInterrupt
         self.events.append(event)
 
-    def pretrain(self, cell: Cell, ranks: int, pause: Any) -> str:
+    def pretrain(self, planned: PlannedRun, ranks: int, pause: Any) -> str:
         """Save the checkpoints of a run, and return "" or the reason why it failed."""
-        if cell.marks[-1] in self.saved.get(cell.name, set()):
+        if planned.marks[-1] in self.saved.get(planned.name, set()):
             return ""
-        self._record(cell.name)
-        num_saved = self.failing.pop(cell.name, len(cell.marks))
-        self.saved[cell.name] = set(cell.marks[:num_saved])
-        if num_saved == len(cell.marks):
+        self._record(planned.name)
+        num_saved = self.failing.pop(planned.name, len(planned.marks))
+        self.saved[planned.name] = set(planned.marks[:num_saved])
+        if num_saved == len(planned.marks):
             return ""
         return "the run ended with exit code 1: no space; read a log"
 
@@ -149,13 +149,13 @@ def test_interrupts_while_learning_rates_are_tried_repeat_no_short_run_and_choos
     pretraining = FakePretraining(monkeypatch)
     real_trigrams = ContextMeasure.score_trigrams
 
-    def pretrain(cell: Cell, ranks: int, pause: Any) -> str:
-        failure = pretraining.pretrain(cell, ranks, pause)
-        if SEARCH_FOLDER in Path(cell.config.run_dir).parts:
-            loss = loss_of[cell.config.optimizer.lr]
+    def pretrain(planned: PlannedRun, ranks: int, pause: Any) -> str:
+        failure = pretraining.pretrain(planned, ranks, pause)
+        if SEARCH_FOLDER in Path(planned.config.run_dir).parts:
+            loss = loss_of[planned.config.optimizer.lr]
             record = EVAL.model_copy(update={"step": 4, "mlm_loss": loss, "context_auc": 1 / loss})
-            Path(cell.config.run_dir).mkdir(parents=True, exist_ok=True)
-            (Path(cell.config.run_dir) / "metrics.jsonl").write_bytes(encode(record))
+            Path(planned.config.run_dir).mkdir(parents=True, exist_ok=True)
+            (Path(planned.config.run_dir) / "metrics.jsonl").write_bytes(encode(record))
         return failure
 
     def score_trigrams(*arguments: Any) -> Any:
@@ -168,7 +168,7 @@ def test_interrupts_while_learning_rates_are_tried_repeat_no_short_run_and_choos
     expected_events = ["trigrams"]
     expected_events += [f"{objective}-lr{rate:g}-seed1" for objective in ("rtd", "mlm") for rate in rates]
     expected_events += [f"rtd-seed1 at 0 {task}" for task in ("fewer", "words")]
-    for run in make_plan(load_section(file, CompareConfig), file).cells:
+    for run in make_plan(load_section(file, CompareConfig), file).runs:
         expected_events += [run.name, *(f"{run.name} at {run.marks[-1]} {task}" for task in ("fewer", "words"))]
     for num_events in range(len(expected_events)):
         pretraining.interrupt_at = num_events
@@ -256,19 +256,19 @@ def test_at_most_parallel_runs_train_at_a_time_and_an_interrupt_ends_all_of_them
 ) -> None:
     """Runs of seeds 1 and 2 end after three pauses, those of seed 3 only with the interrupt."""
     file = make_comparison(seeds=[1, 2, 3])
-    cells = make_plan(load_section(file, CompareConfig), file).cells
+    planned_runs = make_plan(load_section(file, CompareConfig), file).runs
     training: set[str] = set()  # names of the runs that train now
     training_at_starts: list[set[str]] = []  # the same at the start of each run, with the run itself
 
-    def train(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
-        training.add(cell.name)
+    def train(planned: PlannedRun, ranks: int, pause: Callable[[], None]) -> str:
+        training.add(planned.name)
         training_at_starts.append(set(training))
-        num_pauses = 3 if cell.seed < 3 else 10**9
+        num_pauses = 3 if planned.seed < 3 else 10**9
         try:
             for _ in range(num_pauses):
                 pause()
         finally:
-            training.remove(cell.name)
+            training.remove(planned.name)
         return ""
 
     def interrupt_in_seed_3(activity: str, parts_done: int, num_parts: int) -> None:
@@ -279,9 +279,9 @@ def test_at_most_parallel_runs_train_at_a_time_and_an_interrupt_ends_all_of_them
     monkeypatch.setattr(pretraining_runs, "pretrain", train)
     monkeypatch.setattr(pretraining_runs, "_POLL_S", 0.01)
 
-    with pytest.raises(KeyboardInterrupt), Pretrainings(cells, 1, parallel) as runs:  # noqa: PT012
-        for cell in cells:
-            runs.result(cell, interrupt_in_seed_3)
+    with pytest.raises(KeyboardInterrupt), Pretrainings(planned_runs, 1, parallel) as runs:  # noqa: PT012
+        for planned in planned_runs:
+            runs.result(planned, interrupt_in_seed_3)
 
     assert max(len(names) for names in training_at_starts) == parallel
     assert not training
@@ -292,13 +292,13 @@ def test_when_a_later_run_ends_first_the_next_one_takes_its_place(
 ) -> None:
     """The first run ends when the third one has started, beside which the second one has ended."""
     file = make_comparison(seeds=[1, 2])
-    cells = make_plan(load_section(file, CompareConfig), file).cells
+    planned_runs = make_plan(load_section(file, CompareConfig), file).runs
     started: list[str] = []
 
-    def train(cell: Cell, ranks: int, pause: Callable[[], None]) -> str:
-        started.append(cell.name)
+    def train(planned: PlannedRun, ranks: int, pause: Callable[[], None]) -> str:
+        started.append(planned.name)
         for _ in range(200):
-            if cell.name != cells[0].name or cells[2].name in started:
+            if planned.name != planned_runs[0].name or planned_runs[2].name in started:
                 return ""
             pause()
         return "no other run was started"
@@ -306,10 +306,10 @@ def test_when_a_later_run_ends_first_the_next_one_takes_its_place(
     monkeypatch.setattr(pretraining_runs, "pretrain", train)
     monkeypatch.setattr(pretraining_runs, "_POLL_S", 0.01)
 
-    with Pretrainings(cells, 1, 2) as runs:
-        assert [runs.result(cell, lambda *report: None) for cell in cells] == ["", "", "", ""]
+    with Pretrainings(planned_runs, 1, 2) as runs:
+        assert [runs.result(planned, lambda *report: None) for planned in planned_runs] == ["", "", "", ""]
 
-    assert sorted(started) == sorted(cell.name for cell in cells)  # each once
+    assert sorted(started) == sorted(planned.name for planned in planned_runs)  # each once
 
 
 @pytest.mark.sample
@@ -343,18 +343,18 @@ def test_the_next_start_scores_what_an_interrupted_run_has_saved_before_the_run_
 ) -> None:
     """The first run is interrupted after it has saved the checkpoint after half of its steps."""
     file = make_comparison()
-    half_way, last_step = make_plan(load_section(file, CompareConfig), file).cells[0].marks
+    half_way, last_step = make_plan(load_section(file, CompareConfig), file).runs[0].marks
     pretraining = FakePretraining(monkeypatch)
     table_before_run: list[tuple[str, int]] = []  # (objective, step) of the results when the run goes on
 
-    def save_half_way(cell: Cell, ranks: int, pause: Any) -> str:
-        pretraining.saved[cell.name] = {half_way}
+    def save_half_way(planned: PlannedRun, ranks: int, pause: Any) -> str:
+        pretraining.saved[planned.name] = {half_way}
         raise KeyboardInterrupt
 
-    def finish(cell: Cell, ranks: int, pause: Any) -> str:
+    def finish(planned: PlannedRun, ranks: int, pause: Any) -> str:
         if not table_before_run:
             table_before_run.extend((row["entry"], row["step"]) for row in results(tmp_path / "out")["table"])
-        return pretraining.pretrain(cell, ranks, pause)
+        return pretraining.pretrain(planned, ranks, pause)
 
     monkeypatch.setattr(pretraining_runs, "pretrain", save_half_way)
     with pytest.raises(KeyboardInterrupt):
@@ -377,7 +377,7 @@ def test_a_checkpoint_that_could_not_be_scored_before_its_run_goes_on_is_tried_a
     make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make_comparison()
-    rtd, mlm = make_plan(load_section(file, CompareConfig), file).cells
+    rtd, mlm = make_plan(load_section(file, CompareConfig), file).runs
     pretraining = FakePretraining(monkeypatch)
     pretraining.saved[rtd.name] = {rtd.marks[0]}
     loaded_steps: list[int] = []
@@ -400,7 +400,7 @@ def test_a_checkpoint_that_a_finished_run_has_not_kept_is_a_failure(
     make_comparison: MakeComparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make_comparison()
-    rtd, mlm = make_plan(load_section(file, CompareConfig), file).cells
+    rtd, mlm = make_plan(load_section(file, CompareConfig), file).runs
     pretraining = FakePretraining(monkeypatch)
     pretraining.saved[rtd.name] = {rtd.marks[-1]}
     notes: list[str] = []
@@ -423,7 +423,7 @@ def test_the_note_of_a_run_does_not_count_a_checkpoint_that_cannot_be_scored(
     make_comparison: MakeComparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = make_comparison()
-    rtd = make_plan(load_section(file, CompareConfig), file).cells[0]
+    rtd = make_plan(load_section(file, CompareConfig), file).runs[0]
     pretraining = FakePretraining(monkeypatch)
     notes: list[str] = []
 

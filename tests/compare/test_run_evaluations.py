@@ -31,9 +31,9 @@ def test_curves_are_read_by_flops_and_a_repeated_step_counts_once(
     make_comparison: Callable[..., Path], tmp_path: Path
 ) -> None:
     file = make_comparison()
-    cells = make_plan(load_section(file, CompareConfig), file).cells
-    rtd, mlm = cells[0], cells[1]
-    assert read_curves(cells) == []
+    runs = make_plan(load_section(file, CompareConfig), file).runs
+    rtd, mlm = runs[0], runs[1]
+    assert read_curves(runs) == []
     write_metrics(
         Path(rtd.config.run_dir),
         STEP.model_copy(update={"step": 2, "mlm_loss": 9.0}),
@@ -43,7 +43,7 @@ def test_curves_are_read_by_flops_and_a_repeated_step_counts_once(
     )
     write_metrics(Path(mlm.config.run_dir), evaluation(4, mlm_loss=7.5))
 
-    of_rtd, of_mlm = read_curves(cells)
+    of_rtd, of_mlm = read_curves(runs)
 
     assert (of_rtd.entry, of_rtd.seed, of_mlm.entry) == (rtd.entry, rtd.seed, mlm.entry)
     assert of_rtd.points["mlm_loss"] == [(rtd.flops(2), 8.0), (rtd.flops(4), 7.0)]

@@ -20,24 +20,24 @@ def test_the_four_arms_have_equal_flops_and_the_temperatures_and_weights_of_thei
     plan = make_plan(compare, file)
     tiny = load_config(CONFIGS / "tiny_rtd.yaml")
 
-    assert [cell.name for cell in plan.cells[:4]] == [
+    assert [run.name for run in plan.runs[:4]] == [
         "rtd-curriculum-seed1",
         "mlm-seed1",
         "rtd-seed1",
         "rtd-curriculum-mlm-seed1",
     ]
-    for cell in plan.cells:
-        assert cell.flops(cell.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
-        assert cell.config.model == tiny.model
-        warmup_share = cell.config.optimizer.warmup_steps / cell.config.train.num_steps
+    for run in plan.runs:
+        assert run.flops(run.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
+        assert run.config.model == tiny.model
+        warmup_share = run.config.optimizer.warmup_steps / run.config.train.num_steps
         assert warmup_share == pytest.approx(0.05, abs=1e-4)
-    objective_of = {cell.entry: cell.config.objective for cell in plan.cells}
+    objective_of = {run.entry: run.config.objective for run in plan.runs}
     assert objective_of["rtd-curriculum"] == tiny.objective
     assert objective_of["rtd"] == tiny.objective.model_copy(update={"temperature": 1.0})
     assert objective_of["mlm"].name == "mlm"
     assert objective_of["rtd-curriculum-mlm"] == tiny.objective.model_copy(update={"discriminator_mlm_weight": 1.0})
     assert compare.criterion is not None
-    assert plan.cells[0].config.train.num_steps == tiny.train.num_steps == compare.steps
+    assert plan.runs[0].config.train.num_steps == tiny.train.num_steps == compare.steps
 
 
 def test_the_two_temperatures_are_compared_in_runs_of_equal_length() -> None:
@@ -45,12 +45,12 @@ def test_the_two_temperatures_are_compared_in_runs_of_equal_length() -> None:
     plan = make_plan(load_section(file, CompareConfig), file)
     tiny = load_config(CONFIGS / "tiny_rtd.yaml")
 
-    objective_of = {cell.entry: cell.config.objective for cell in plan.cells}
+    objective_of = {run.entry: run.config.objective for run in plan.runs}
     assert objective_of["falling"] == tiny.objective
     assert objective_of["constant"] == tiny.objective.model_copy(update={"temperature": 1.0})
-    assert [cell.config.train.num_steps for cell in plan.cells] == [2600] * 6
-    assert {cell.config.optimizer.warmup_steps for cell in plan.cells} == {130}
-    assert {cell.config.log.eval_every_steps for cell in plan.cells} == {200}
+    assert [run.config.train.num_steps for run in plan.runs] == [2600] * 6
+    assert {run.config.optimizer.warmup_steps for run in plan.runs} == {130}
+    assert {run.config.log.eval_every_steps for run in plan.runs} == {200}
 
 
 def worth(name: str, num_objectives: int | None = None) -> tuple[CompareConfig, Plan]:
@@ -65,7 +65,7 @@ def runs_of(compare: CompareConfig, plan: Plan) -> dict[str, str]:
     """Return the identity of each run of a comparison, the short ones among them, by its name."""
     search = RateSearch(compare, CONFIGS / "any.yaml").plan
     assert search is not None
-    return {cell.name: cell.config.identity_sha256() for cell in (*search.cells, *plan.cells)}
+    return {run.name: run.config.identity_sha256() for run in (*search.runs, *plan.runs)}
 
 
 def test_arms_that_are_added_behind_others_change_no_run_of_these() -> None:
@@ -92,7 +92,7 @@ def test_the_arms_on_modernberts_layers_search_their_rates_and_differ_in_what_th
     base = load_config(CONFIGS / "compare_worth_base.yaml")
 
     assert all(len(entry.lr) >= 3 for entry in compare.objectives)
-    rtd, mlm, falling, joint, rtd_muon, mlm_muon = (cell.config for cell in plan.cells[:6])
+    rtd, mlm, falling, joint, rtd_muon, mlm_muon = (run.config for run in plan.runs[:6])
     assert rtd.objective == base.objective
     assert (rtd.objective.temperature, rtd.objective.mask_prob) == (1.0, 0.2)
     assert mlm.objective == base.objective.model_copy(update={"name": "mlm"})
@@ -102,7 +102,7 @@ def test_the_arms_on_modernberts_layers_search_their_rates_and_differ_in_what_th
     for by_muon, by_adamw in ((rtd_muon, rtd), (mlm_muon, mlm)):
         assert by_muon.optimizer == by_adamw.optimizer.model_copy(update={"name": "muon"})
         assert (by_muon.objective, by_muon.model) == (by_adamw.objective, by_adamw.model)
-    for cell in plan.cells:
-        assert cell.flops(cell.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
-        assert cell.config.model.architecture == "modern"
-        assert cell.config.data.seq_len * cell.config.train.global_batch == 2048
+    for run in plan.runs:
+        assert run.flops(run.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
+        assert run.config.model.architecture == "modern"
+        assert run.config.data.seq_len * run.config.train.global_batch == 2048

@@ -72,10 +72,10 @@ def test_the_second_config_of_a_pair_reads_as_many_tokens_a_step_and_goes_on_fro
 def test_the_arms_of_the_comparison_have_equal_flops_and_layers_of_equal_size() -> None:
     file = CONFIGS / "compare_tiny_modern.yaml"
     plan = make_plan(load_section(file, CompareConfig), file)
-    assert [cell.name for cell in plan.cells[:2]] == ["bert-seed1", "modern-seed1"]
-    for cell in plan.cells:
-        assert cell.flops(cell.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
-    bert, modern = (cell.config for cell in plan.cells[:2])
+    assert [run.name for run in plan.runs[:2]] == ["bert-seed1", "modern-seed1"]
+    for run in plan.runs:
+        assert run.flops(run.marks[-1]) == pytest.approx(plan.budget_flops, rel=1e-3)
+    bert, modern = (run.config for run in plan.runs[:2])
     assert modern.model.architecture == "modern"
     assert (bert.objective, bert.data, bert.optimizer.lr) == (modern.objective, modern.data, modern.optimizer.lr)
     size_of = {}

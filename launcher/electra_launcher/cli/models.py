@@ -196,7 +196,7 @@ def _plan_table(plan: ComparisonPlan) -> Table:
     from rich.table import Table
 
     table = Table("run", "steps", "FLOPs", "of the budget", title=f"{plan.budget_flops:.4g} FLOPs a run")
-    for run in plan.cells:
+    for run in plan.runs:
         num_steps = run.marks[-1]  # The marks are the steps at which the run is scored; the last one is its end.
         flops = run.flops(num_steps)
         table.add_row(run.name, f"{num_steps:,}", f"{flops:.4g}", f"{flops / plan.budget_flops:.2%}")
