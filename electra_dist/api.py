@@ -69,7 +69,6 @@ class Corpus:
         self._cache = self._open_cache()
 
     def __repr__(self) -> str:
-        """Return one line with the place and the size of the corpus."""
         places = ", ".join(phase.url for phase in self.corpora.phases)
         return f"Corpus({places}: {self.corpora.num_rows:,} rows of {self.corpora.seq_len} tokens)"
 
@@ -187,17 +186,12 @@ def open_corpus(
 ) -> Corpus:
     """Open a corpus, to read the rows of any step of a run on it.
 
-    Args:
-        source: a corpus (folder or s3:// prefix), a run folder, or a `Config`. With a run folder or a `Config`, the
-            run's corpora are opened as one, and arguments that are None come from the config.
-        seed: the config's `seed`; None without a config: 42.
-        shuffle_window_shards: the config's `data.shuffle_window_shards`; None without a config: 64.
-        endpoint_url: URL of an S3 service; None without a config: AWS.
-        cache_dir: folder for shards fetched from S3; None without a config: ~/.cache/electra-dist.
+    `source` is a corpus (folder or s3:// prefix), a run folder, or a `Config`. With the latter two, the run's corpora
+    are opened as one, and arguments that are None come from the config. Without a config, None stands for seed 42, a
+    window of 64 shards, AWS as the S3 service, and ~/.cache/electra-dist as the folder for shards fetched from there.
 
-    Raises:
-        UserError: there is no such corpus.
-        ManifestMismatch: the corpus has changed since the run began, or corpus.json contradicts the vocabulary.
+    Raises UserError if there is no such corpus, ManifestMismatch if it has changed since the run began, or if
+    corpus.json contradicts the vocabulary.
     """
     config = None
     if isinstance(source, Config):
@@ -249,10 +243,9 @@ def build_towers(config: Config) -> ElectraTowers:
 def build_objective(config: Config, corpus: Corpus) -> Objective:
     """Build the torch module that holds both towers and computes the loss of a step, on the CPU.
 
-    Call it with the result of `step_input`. Its weights are random, except those of a frozen generator, which are
-    loaded; `load_weights` loads the weights of a run. The embedding tables have the size of the corpus's vocabulary.
-    Raises ManifestMismatch if that is larger than `model.vocab_size`, UserError if the config contradicts itself or
-    the weights of a frozen generator cannot be used.
+    Call it with the result of `step_input`. Its weights are random, except those of a frozen generator; `load_weights`
+    loads the weights of a run. The embedding tables have the size of the corpus's vocabulary. Raises ManifestMismatch
+    if that is larger than `model.vocab_size`, UserError if the weights of a frozen generator cannot be used.
     """
     num_tokens = corpus.corpora.tokenizer.vocab_size
     if num_tokens > config.model.vocab_size:
@@ -331,11 +324,10 @@ def load(
 
 
 def metrics(run_dir: str | Path, kind: Literal["train", "eval"] = "train") -> dict[str, list[Any]]:
-    """Return the curves of a run as columns: the name of a metric -> its values, oldest first.
+    """Return the curves of a run as columns, name of a metric -> its values, which `pandas.DataFrame` takes.
 
-    `pandas.DataFrame` takes them as they are. With kind "train" there is a row for each logged step, with "eval" one
-    for each evaluation on held-out rows; the column `step` counts optimizer steps. `electra_dist.run.metrics`
-    describes all columns.
+    Values are of each logged step ("train"), or of each evaluation on held-out rows ("eval"), the oldest first. The
+    column `step` counts optimizer steps; `electra_dist.run.metrics` describes all others.
     """
     open_run(run_dir)  # refuses a folder that holds no run
     records = iter_steps(Path(run_dir)) if kind == "train" else iter_evaluations(Path(run_dir))

@@ -75,10 +75,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _validated_type(hint: Any) -> Any:
-    """Return the type by which pydantic checks an argument that is annotated with `hint`.
-
-    For a pydantic model or a dataclass, only the class is checked, because its fields were checked when it was made.
-    """
+    """Return the type that pydantic checks for an annotation; of a pydantic model or a dataclass, only the class."""
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(_validated_type(part) for part in get_args(hint))]  # noqa: UP007
     is_model = isinstance(hint, type) and issubclass(hint, BaseModel)

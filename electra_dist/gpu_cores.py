@@ -24,9 +24,8 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # environment variable
 def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> list[str]:
     """Return the GPUs that CUDA shows to a process with these environment variables, in CUDA's order.
 
-    A GPU is named by its number or UUID, a part of one (MIG) by "MIG-...". As in CUDA, the list ends before the first
-    invalid entry of CUDA_VISIBLE_DEVICES, is empty if a GPU is named twice, and contains at most one MIG part, the
-    first. If the node's GPUs are not known, every entry counts as valid.
+    A GPU is named by its number or UUID, a part of one (MIG) by "MIG-...". As in CUDA, the list ends before an invalid
+    entry, is empty if a GPU is named twice, and has at most one MIG part. Unknown GPUs count as valid.
     """
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:

@@ -140,10 +140,7 @@ class GpuProbe:
 
 
 def _visible(devices: Sequence[_Device], names: str | None) -> list[_Device]:
-    """Return the devices that CUDA_VISIBLE_DEVICES names, all if it is not set.
-
-    `names` is its value: numbers, beginnings of UUIDs, or parts of GPUs (MIG), separated by commas.
-    """
+    """Return the devices that `names` (CUDA_VISIBLE_DEVICES) lists by number, UUID prefix or MIG part; None: all."""
     if names is None:
         return list(devices)
     uuids = [_text(_query("nvmlDeviceGetUUID", device.handle)) or "" for device in devices]
