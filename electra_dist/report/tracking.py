@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,16 +68,19 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Callable[[], Settings
     `settings` returns what the services show as the settings of the run.
     """
     trackers = []
-    wandb_project = log.wandb
-    if wandb_project is not None:
-        trackers.append(BackgroundTracker("log.wandb", lambda: WandbService(wandb_project, run_dir, settings())))
-    mlflow_experiment = log.mlflow
-    if mlflow_experiment is not None:
-        trackers.append(BackgroundTracker("log.mlflow", lambda: MlflowService(mlflow_experiment, run_dir, settings())))
-    trackio_project = log.trackio
-    if trackio_project is not None:
-        trackers.append(BackgroundTracker("log.trackio", lambda: TrackioService(trackio_project, run_dir, settings())))
+    services = {"wandb": WandbService, "mlflow": MlflowService, "trackio": TrackioService}  # by key of the section
+    for key, service in services.items():
+        project = getattr(log, key)
+        if project is not None:
+            connect = partial(_connect, service, project, run_dir, settings)
+            trackers.append(BackgroundTracker(f"log.{key}", connect))
     return trackers
+
+
+def _connect(
+    service: Callable[[str, Path, Settings], Service], project: str, run_dir: Path, settings: Callable[[], Settings]
+) -> Service:
+    return service(project, run_dir, settings())
 
 
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:

@@ -231,7 +231,10 @@ class SaveSchedule:
         return self.every_steps != previous
 
     def next_due(self, step: int) -> int:
-        """Return the first step after `step` with a save; it may lie beyond the last step of the run."""
+        """Return the first step after `step` with a save; it may lie beyond the last step of the run.
+
+        A fixed interval is counted from step 0, an automatic one from the last save.
+        """
         due_steps = [kept_step for kept_step in self._config.keep_steps if kept_step > step]
         if self._config.keep_every_steps:
             due_steps.append(_next_multiple(self._config.keep_every_steps, step))
@@ -242,18 +245,8 @@ class SaveSchedule:
         return min(due_steps)
 
     def due(self, step: int) -> bool:
-        """Return whether to save a checkpoint now that `step` optimizer steps are done.
-
-        A fixed interval is counted from step 0, an automatic one from the last save.
-        """
-        keep_every_steps = self._config.keep_every_steps
-        if keep_every_steps and step % keep_every_steps == 0:
-            return True
-        if step in self._config.keep_steps:
-            return True
-        if self._config.every_steps == "auto":
-            return step >= self._last_saved + self.every_steps
-        return step % self.every_steps == 0
+        """Return whether to save a checkpoint now that `step` optimizer steps are done."""
+        return self.next_due(step - 1) == step
 
 
 def _next_multiple(interval: int, step: int) -> int:

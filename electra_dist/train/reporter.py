@@ -309,6 +309,7 @@ class Reporter:
         "storage" or "crash".
         """
         is_lost = ending in ("storage", "crash")  # The disk is tried once more, and not waited for.
+        ignored = (StoreAway,) if is_lost else ()
         if ending != "rollback" and ending != "replaced":
             reason = {"why": why} if why else {}
             append = self._ledger.append_soon if is_lost else self._ledger.append
@@ -319,7 +320,7 @@ class Reporter:
         self._note_problems()
         try:
             for close in (self._metrics.close, self._ledger.close):
-                with contextlib.suppress(StoreAway) if is_lost else contextlib.nullcontext():
+                with contextlib.suppress(*ignored):
                     close(waits=not is_lost)
         finally:
             self._metrics.discard()

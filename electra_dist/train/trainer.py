@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from electra_dist.checkpoint.commit import Fenced
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.restore import Loaded
 from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.collectives import from_rank_0, gather, reported_exit_code
 from electra_dist.data.loader import RowBatch, RowLoader
@@ -141,24 +142,29 @@ class Trainer:
         self.clock = Clock(setup_s)
         # Step of a save -> seconds spent until it began, by activity. Rank 0 removes a save when it is committed.
         self._spent_at_save: dict[int, dict[str, float]] = {}
-        self.reporter: Reporter | None = None  # rank 0 only
         hosts = gather(node_name())
+        self.reporter: Reporter | None = None  # rank 0 only
         if dist.get_rank() == 0:
-            self.reporter = Reporter(start, self.restored, hosts)
-            record = self.checkpointer.record
-            changed = changes(self.restored.bit_settings, record.bit_settings) if self.restored else {}
-            self.reporter.began(record.attempt, self.restored, loaded.set_aside, setup_s, changed)
+            self.reporter = self._open_reporter(hosts, loaded)
             for note in (*notes, *loaded.notes):
                 self.reporter.note(note)
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)
                 skips.write()
-            self.checkpointer.writer.on_commit = self._committed
-            self.checkpointer.writer.before_commit = self.reporter.before_commit
         self._stop_reason = ""  # why the round stopped on request
         self._next_look_at_space = time.monotonic()
         self._warned_of_save = 0  # step of the newest checkpoint for which a lack of space was logged
         self.schedule = SaveSchedule(config.checkpoint, config.run_dir, self.state.step)
+
+    def _open_reporter(self, hosts: Sequence[str], loaded: Loaded) -> Reporter:
+        """Return a reporter that has recorded the beginning of this round, and that hears of committed checkpoints."""
+        reporter = Reporter(self.start, loaded.state, hosts)
+        record = self.checkpointer.record
+        changed = changes(loaded.state.bit_settings, record.bit_settings) if loaded.state else {}
+        reporter.began(record.attempt, loaded.state, loaded.set_aside, self.clock.setup_s, changed)
+        self.checkpointer.writer.before_commit = reporter.before_commit
+        self.checkpointer.writer.on_commit = self._committed
+        return reporter
 
     def run(self) -> int | None:
         """Train until this round ends, and record in the ledger how it ended. Collective.

@@ -58,8 +58,12 @@ def test_the_next_step_with_a_checkpoint_is_the_first_at_which_one_is_due(
 ) -> None:
     config = CheckpointConfig(every_steps=every_steps, keep_every_steps=keep_every_steps, keep_steps=keep_steps)
     schedule = SaveSchedule(config, tmp_path, 5)
+    kept = {*keep_steps, *(range(0, 1000, keep_every_steps) if keep_every_steps else ())}
+    by_interval = range(5 + 100, 1000) if every_steps == "auto" else range(0, 1000, every_steps)
+    due = sorted({*kept, *by_interval})
     for step in range(5, 120):
-        assert schedule.next_due(step) == next(later for later in range(step + 1, 1000) if schedule.due(later))
+        assert schedule.due(step) == (step in due)
+        assert schedule.next_due(step) == next(later for later in due if later > step)
 
 
 def test_the_next_step_with_a_checkpoint_may_be_far_away(tmp_path: Path) -> None:
