@@ -72,33 +72,37 @@ def make_plan(compare: CompareConfig, file: Path) -> Plan:
     """
     base = file.parent / compare.base
     # The config of each objective without the keys of a single run: the FLOPs of a step and the warm-up depend on it.
-    objective_configs = {entry.name: _load(file, base, entry, run_keys={}) for entry in compare.objectives}
-    if compare.flops is not None:
-        budget = compare.flops
-    else:
-        first_objective = compare.objectives[0]
-        budget = run_flops(objective_configs[first_objective.name], compare.steps)
-
-    runs = []
-    for seed in compare.seeds:
-        for entry in compare.objectives:
-            objective_config = objective_configs[entry.name]
-            num_steps = steps_of_flops(objective_config, budget)
-            scored_steps = _scored_steps(compare, file, entry, num_steps)
-            # Warm-up is the same share of all steps as in the base config.
-            warmup_share = objective_config.optimizer.warmup_steps / objective_config.train.num_steps
-            run_keys = {
-                "run_dir": str(Path(compare.output) / "runs" / _run_name(entry.name, seed)),
-                "seed": seed,
-                "train.num_steps": num_steps,
-                "optimizer.warmup_steps": round(warmup_share * num_steps),
-                "optimizer.decay_steps": _scaled_decay_steps(objective_config, num_steps),
-                "checkpoint.keep_steps": scored_steps,
-                "checkpoint.targets": [],  # checkpoints are in the run's folder only
-            }
-            config = _load(file, base, entry, run_keys)
-            runs.append(PlannedRun(entry=entry.name, seed=seed, config=config, marks=scored_steps))
+    config_of = {entry.name: _load(file, base, entry, run_keys={}) for entry in compare.objectives}
+    budget = compare.flops
+    if budget is None:
+        budget = run_flops(config_of[compare.objectives[0].name], compare.steps)
+    runs = [
+        _plan_run(compare, file, entry, seed, config_of[entry.name], budget)
+        for seed in compare.seeds
+        for entry in compare.objectives
+    ]
     return Plan(budget_flops=budget, runs=tuple(runs))
+
+
+def _plan_run(
+    compare: CompareConfig, file: Path, entry: Entry, seed: int, objective_config: Config, budget_flops: float
+) -> PlannedRun:
+    """Plan the run of one objective with one seed, of as many steps as the budget pays for."""
+    num_steps = steps_of_flops(objective_config, budget_flops)
+    scored_steps = _scored_steps(compare, file, entry, num_steps)
+    # Warm-up is the same share of all steps as in the base config.
+    warmup_share = objective_config.optimizer.warmup_steps / objective_config.train.num_steps
+    run_keys = {
+        "run_dir": str(Path(compare.output) / "runs" / _run_name(entry.name, seed)),
+        "seed": seed,
+        "train.num_steps": num_steps,
+        "optimizer.warmup_steps": round(warmup_share * num_steps),
+        "optimizer.decay_steps": _scaled_decay_steps(objective_config, num_steps),
+        "checkpoint.keep_steps": scored_steps,
+        "checkpoint.targets": [],  # checkpoints are in the run's folder only
+    }
+    config = _load(file, file.parent / compare.base, entry, run_keys)
+    return PlannedRun(entry=entry.name, seed=seed, config=config, marks=scored_steps)
 
 
 def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:

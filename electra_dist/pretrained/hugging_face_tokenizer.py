@@ -211,32 +211,36 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: _Folder) -> None:
 
     The order decides the ids of tokens that the vocabulary does not have.
     """
-    named = {key: value for key, value in _named_tokens(folder.settings).items() if value is not None}
-    given = folder.settings.get("extra_special_tokens")
-    older = folder.settings.get("additional_special_tokens") or []
-    extra = given or older
-    if isinstance(extra, dict):
-        named |= extra
-        extra = older if given else []
-    if not isinstance(extra, list):
-        raise TypeError("extra_special_tokens is no list")
-    tokens = [token for _, token in sorted(_declared_tokens(folder, [*named.values(), *extra]).items())]
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    known |= {token.content for token in tokens}
-    tokens += [_added_token(value, True) for value in (*named.values(), *extra) if _content(value) not in known]
-    special = {_content(value) for value in named.values()}
+    named, unnamed = _special_tokens(folder.settings)
+    special = [*named, *unnamed]
+    tokens = [token for _, token in sorted(_declared_tokens(folder, special).items())]
+    known = {token.content for token in (*tokenizer.get_added_tokens_decoder().values(), *tokens)}
+    tokens += [_added_token(value, True) for value in special if _content(value) not in known]
+    named_texts = {_content(value) for value in named}
     for token in tokens:
-        token.special = token.special or token.content in special
+        token.special = token.special or token.content in named_texts
     tokenizer.add_tokens(tokens)
 
 
-def _named_tokens(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the special tokens that the settings name, key such as "cls_token" -> token, with BERT's defaults."""
+def _special_tokens(settings: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the special tokens with a name, such as "cls_token", and those without one, in transformers' order.
+
+    For a class of BERT's, its own tokens have the names that the settings do not give.
+    """
     names = (*_ROLES, *_OTHER_NAMES)
     named = {key: settings[key] for key in settings if key in names or _is_token(key, settings[key])}
     if (settings.get("tokenizer_class") or "BertTokenizer").removesuffix("Fast") in _BERT_CLASSES:
         named = _ROLES | named
-    return named
+    named = {key: value for key, value in named.items() if value is not None}
+    given = settings.get("extra_special_tokens")
+    older = settings.get("additional_special_tokens") or []  # the name of the key in older files
+    unnamed = given or older
+    if isinstance(unnamed, dict):
+        named |= unnamed
+        unnamed = older if given else []
+    if not isinstance(unnamed, list):
+        raise TypeError("extra_special_tokens is no list")
+    return list(named.values()), unnamed
 
 
 def _is_token(key: str, value: object) -> bool:
