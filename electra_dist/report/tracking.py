@@ -68,7 +68,7 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Callable[[], Settings
     `settings` returns what the services show as the settings of the run.
     """
     trackers = []
-    services = {"wandb": WandbService, "mlflow": MlflowService, "trackio": TrackioService}  # by key of the section
+    services: dict[str, NewService] = {"wandb": WandbService, "mlflow": MlflowService, "trackio": TrackioService}
     for key, service in services.items():
         project = getattr(log, key)
         if project is not None:
@@ -77,9 +77,7 @@ def open_trackers(log: LogConfig, run_dir: Path, settings: Callable[[], Settings
     return trackers
 
 
-def _connect(
-    service: Callable[[str, Path, Settings], Service], project: str, run_dir: Path, settings: Callable[[], Settings]
-) -> Service:
+def _connect(service: NewService, project: str, run_dir: Path, settings: Callable[[], Settings]) -> Service:
     return service(project, run_dir, settings())
 
 
@@ -102,6 +100,9 @@ class Service(Protocol):
 
     def close(self, has_failed: bool) -> None:
         """Send what is left, and mark the run as finished or failed."""
+
+
+NewService = Callable[[str, Path, Settings], Service]  # class of a service: from (project, run folder, settings)
 
 
 class BackgroundTracker:
