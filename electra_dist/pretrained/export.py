@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from electra_kernels.operation_types import SpecialIds
 from safetensors.torch import save
 from tokenizers import BertWordPieceTokenizer
@@ -194,7 +193,7 @@ def export_tower(
 
 
 def write_model_folder(
-    weights: dict[str, torch.Tensor],
+    weights: State,
     config: dict[str, Any],
     vocabulary: Vocabulary,
     lowercase: bool,
@@ -230,7 +229,7 @@ def write_model_folder(
         tokenizer_config[f"{role}_token"] = vocabulary.tokens[token_id]  # for WordPiece "mask_token": "[MASK]"
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
     # Last, so that a folder with weights is complete.
-    _write_file(out_dir / "model.safetensors", save(weights, metadata={"format": "pt"}))
+    _write_file(out_dir / "model.safetensors", save(dict(weights), metadata={"format": "pt"}))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
