@@ -250,15 +250,13 @@ class ComparisonResults:
         is_averaged = {measure.name: measure.at == "all" and measure.is_task for measure in measures}
         self.rows: list[ScoreRow] = summarize_rows(scores, is_averaged)
 
-        marks_of = {(run.entry, run.seed): run.marks for run in plan.runs}
-        last_steps_of = {run: marks[-_NUM_LAST:] for run, marks in marks_of.items()}
-        scores_of_last = [score for score in scores if score.step in last_steps_of.get((score.entry, score.seed), ())]
-        self._last_scores = [score for score in scores_of_last if score.step == marks_of[score.entry, score.seed][-1]]
+        self._last_scores = self._scores_at_end(num_checkpoints=1)
         names = [objective.name for objective in compare.objectives]
         self.baseline = names[0] if compare.criterion is None else compare.criterion.baseline
         self._baseline_of = self._baselines(measures, existing)
         self._difference_rows = difference_rows(self._last_scores, names, self.baseline, self._baseline_of)
         self.differences = self._differences(self._last_scores, self._baseline_of)
+        scores_of_last = self._scores_at_end(num_checkpoints=_NUM_LAST)
         mean_baseline_of = {
             measure.name: self._baseline_of[measure.name]
             for measure in measures
@@ -266,10 +264,15 @@ class ComparisonResults:
         }
         self._mean_difference_rows = difference_rows(scores_of_last, names, self.baseline, mean_baseline_of)
         self.mean_differences = self._differences(scores_of_last, mean_baseline_of)
-        self.num_last = min(_NUM_LAST, *(len(marks) for marks in marks_of.values()))
+        self.num_last = min(_NUM_LAST, *(len(run.marks) for run in plan.runs))
         self.verdict: Verdict | None = None
         if compare.criterion is not None:
             self.verdict = judge(compare.criterion, self._last_scores, len(compare.seeds))
+
+    def _scores_at_end(self, num_checkpoints: int) -> list[CheckpointScore]:
+        """Return the scores of the last `num_checkpoints` checkpoints of each run."""
+        steps_of = {(run.entry, run.seed): run.marks[-num_checkpoints:] for run in self.plan.runs}
+        return [score for score in self._scores if score.step in steps_of.get((score.entry, score.seed), ())]
 
     def _baselines(self, measures: Sequence[Measure], existing: Collection[str]) -> dict[str, str]:
         """Return for each existing column of scores the objective whose score is subtracted from the others'.
@@ -348,7 +351,10 @@ class ComparisonResults:
         return [*lines, *map(markdown_row, rows), ""]
 
     def pair_table(self) -> list[list[str]]:
-        """Return mean margins and the accuracies by both readouts of words, the header first; [] without pairs."""
+        """Return the table of the results on minimal pairs as texts, the header first; [] without pairs.
+
+        A row has the metrics of one objective on one set of pairs, each as a mean over the seeds.
+        """
         rows: dict[tuple[str, str], list[dict[str, float]]] = {}  # (objective, pairs) -> the metrics of each seed
         keys: dict[str, None] = {}  # names of all metrics, used as an ordered set
         anchor_scores = [score for score in self._scores if score.entry in _ANCHOR_NAMES]

@@ -93,7 +93,7 @@ class RateSearch:
             self._runs_of[entry.name] = [run for name in trials_of_entry for run in self.plan.of(name)]
 
     def choices(self, fingerprint: str) -> list[RateChoice]:
-        """Read the choices that hold for the present settings and the corpus with this fingerprint, in their order."""
+        """Read the choices that hold for the present settings and for the corpus with this fingerprint."""
         if self.plan is None:
             return []
         newest = {choice.entry: choice for choice in read_records(self._file, RateChoice.model_validate)}

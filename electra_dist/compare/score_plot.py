@@ -53,7 +53,7 @@ def write_scores(rows: Sequence[ScoreRow], titles: dict[str, str], path: Path) -
 
 
 def score_diagrams(rows: Sequence[ScoreRow], titles: dict[str, str], color_of: Mapping[str, str]) -> list[DrawnPanel]:
-    """Draw the same panels for a page; a task without scores of a trained checkpoint has none.
+    """Draw the panels of `write_scores` for a page; a task without scores of a trained checkpoint has none.
 
     The page shows the medians under the pointer. `color_of` maps each objective to its placeholder color.
     """
@@ -86,7 +86,7 @@ def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
 
 
 def curve_diagrams(curves: Sequence[RunCurves], color_of: Mapping[str, str]) -> list[DrawnPanel]:
-    """Draw the same panels for a page; `color_of` maps each objective to its placeholder color."""
+    """Draw the panels of `write_curves` for a page; `color_of` maps each objective to its placeholder color."""
     diagrams = []
     for field, title in _curve_titles(curves).items():
         lines = [

@@ -41,7 +41,7 @@ class PlannedPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of a run, with numbers that are not rounded."""
+    """What a run would take: its budget, corpora and memory and, on a cluster, its speed; no number is rounded."""
 
     config: Config  # with a `plan.num_gpus` that can share the global batch
     asked_gpus: int  # `plan.num_gpus` as it was asked for
@@ -89,7 +89,7 @@ class Plan:
 
 
 def make_plan(config: Config, cluster: Cluster | None = None) -> Plan:
-    """Plan a run; `cluster` adds how it scales over its nodes.
+    """Compute what a run would take; with `cluster`, also its speed on 1, 2, 4, ... nodes.
 
     If `plan.num_gpus` GPUs cannot share the global batch, the plan is for the largest smaller number that can. Raises
     UserError if the GPU is not known, if the nodes cannot share the global batch, or if a corpus does not fit.

@@ -109,7 +109,7 @@ class Backbone(nn.Module):
 
 
 class _WithoutInitialValues(TorchFunctionMode):
-    """Mode in which modules draw no initial values, for which torch would import its compiler on the device "meta"."""
+    """Mode of torch in which new modules draw no initial values, which would import torch's compiler on "meta"."""
 
     @override
     def __torch_function__(

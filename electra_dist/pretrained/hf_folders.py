@@ -297,7 +297,7 @@ def _check_shapes(folder: Path, state: State, model: ModelConfig, tower: TowerNa
 
 
 def _check_read_alike(folder: Path, theirs: State) -> None:
-    """Raise UserError if transformers would load other weights: rounded ones, or an untied output matrix."""
+    """Raise UserError if transformers would load other weights than `theirs`, rounded ones or an untied output."""
     dtype = read_settings(folder)["dtype"]
     for name, tensor in theirs.items():
         if dtype in ("float16", "bfloat16") and not torch.equal(tensor.to(getattr(torch, dtype)).float(), tensor):

@@ -70,12 +70,12 @@ def _shown(value: Any) -> Any:
 
 
 def unbroken(text: str) -> Markup:
-    """Return a text whose percentages and ranges stay on one line."""
+    """Return a text as HTML in which percentages and ranges stay on one line."""
     return Markup(html_text(text).replace(" %", "&nbsp;%").replace(" to ", "&nbsp;to&nbsp;"))
 
 
 def _figure_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the columns of a table that hold figures only, which are aligned to the right."""
+    """Return the indices of a table's columns that hold numbers only, which are aligned to the right."""
     return [
         column
         for column, cells in enumerate(zip(*rows, strict=True))
@@ -89,7 +89,7 @@ def _values(tree: dict[str, Any]) -> Markup:
 
 
 def _lines(text: str) -> Markup:
-    """Return a text of several lines whose characters can all be seen, such as that of `yaml.safe_dump`."""
+    """Escape the markup in a text of several lines whose characters can all be seen, such as YAML of this project."""
     return Markup(html.escape(text))
 
 

@@ -49,7 +49,7 @@ class Energy:
 
 
 class PowerReading(NamedTuple):
-    """Power at a logged step."""
+    """Power of a node's GPUs at a logged step of training."""
 
     step: int
     step_s: float  # mean seconds of a step since the reading before
@@ -71,7 +71,7 @@ class MetricsHistory:
         return self.recent[-1] if self.recent else None
 
     def mean(self, field: str) -> float:
-        """Return the mean of a field over all training records; each of these records must have the field."""
+        """Return the mean of a field over all records of training steps, each of which must have the field."""
         return statistics.fmean(self.columns["train"].column(field))
 
     def median(self, field: str) -> float | None:
@@ -214,10 +214,7 @@ def _config_tree(run_dir: Path) -> dict[str, Any]:
 
 
 def _config(run_dir: Path) -> Config | None:
-    """Return the validated config of the run.
-
-    None if the file is missing, or if a program with other keys wrote it.
-    """
+    """Return the validated config of a run; None if it is missing, or was written by a program with other keys."""
     try:
         return open_run(run_dir)
     except UserError:

@@ -38,7 +38,7 @@ def run_figures(run: RunRecord) -> list[Tile]:
 
 
 def _heldout_figures(run: RunRecord) -> list[Tile]:
-    """Return the figures of the newest evaluation on held-out rows; [] if there was none."""
+    """Return tiles (name, value, remark) of the newest evaluation on held-out rows; [] if there was none."""
     evals = run.metrics.evals
     if not evals:
         return []
@@ -66,7 +66,7 @@ def _constant_guess(recent: Sequence[StepRecord]) -> str:
 
 
 def _training_losses(metrics: MetricsHistory) -> list[Tile]:
-    """Return the losses in training, as means of the newest 20 records; [] if there are no records."""
+    """Return tiles of the losses in training, as means of the newest 20 records; [] if there are no records."""
     if metrics.first is None:
         return []
     recent = metrics.recent
@@ -97,7 +97,7 @@ def _guess_remark(guess: float, separator: str = "") -> str:
 
 
 def _speed_figures(metrics: MetricsHistory) -> list[Tile]:
-    """Return the figures of progress and speed; speeds are medians over all records."""
+    """Return tiles of progress and speed, the two most important first; speeds are medians over all records."""
     if metrics.newest is None:
         return []
     figures = [("Tokens seen", format_count(metrics.newest.tokens_seen), f"{metrics.newest.step:,} steps")]
@@ -115,7 +115,7 @@ def _speed_figures(metrics: MetricsHistory) -> list[Tile]:
 
 
 def _size_figures(run: RunRecord) -> list[Tile]:
-    """Return the tiles with the sizes of model and corpus, each as (title, figure, remark), as far as recorded."""
+    """Return tiles of the sizes of model and corpus, as far as they are recorded."""
     figures = []
     if run.parameters is not None:
         generator = f"parameters; generator {format_count(run.parameters.generator_only)} more"
@@ -142,7 +142,7 @@ def _time_figures(account: Goodput) -> list[Tile]:
 
 
 def _energy_figures(run: RunRecord) -> list[Tile]:
-    """Return the figures of estimated energy and (with `log.kwh_price`) its cost; [] if no GPU power was recorded."""
+    """Return tiles of estimated energy and (with `log.kwh_price`) its cost; [] if no GPU power was recorded."""
     if run.energy is None:
         return []
     nodes = "1 node" if run.energy.num_nodes == 1 else f"{run.energy.num_nodes} nodes"

@@ -27,6 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from electra_dist.config import Config, LogConfig
 from electra_dist.config.keys import flattened
 from electra_dist.config.secrets import without_secrets
@@ -82,7 +84,10 @@ def _connect(service: NewService, project: str, run_dir: Path, settings: Callabl
 
 
 def log_record(tracker: BackgroundTracker, record: StepRecord | EvalRecord) -> None:
-    """Send a record's finite values under their TensorBoard tags; shared tags get `heldout/` in evaluations."""
+    """Send a record's finite values to a service under their TensorBoard tags, the names of the curves.
+
+    A tag that training steps have, too, begins with `heldout/` in an evaluation.
+    """
     fields = record.fields()
     if isinstance(record, StepRecord):
         values = scalars(fields, TRAIN_TAGS)
@@ -176,7 +181,7 @@ def _one_line(error: Exception) -> str:
     return f"of {type(error).__name__}: {first_line}"[:300]
 
 
-class WandbService:
+class WandbService(Service):
     """Service that sends values to Weights & Biases, online or offline as the environment variable WANDB_MODE says."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
@@ -199,16 +204,16 @@ class WandbService:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
+    @override
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step: tag (name of the curve) -> value."""
         self._run.log({"step": step, **values})
 
+    @override
     def close(self, has_failed: bool) -> None:
-        """Upload what is left, and mark the run as finished or failed."""
         self._run.finish(exit_code=1 if has_failed else 0)
 
 
-class MlflowService:
+class MlflowService(Service):
     """Service that sends values to MLflow, at the server MLFLOW_TRACKING_URI.
 
     If this variable is not set, values go into a database in the run folder.
@@ -237,19 +242,19 @@ class MlflowService:
             self._client.log_batch(self._run_id, params=params[first : first + _MAX_PARAMS])
         _remember_id(run_dir, "mlflow", self._run_id)
 
+    @override
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step: tag (name of the curve) -> value."""
         from mlflow.entities import Metric
 
         now_ms = round(1000 * time.time())
         self._client.log_batch(self._run_id, [Metric(tag, value, now_ms, step) for tag, value in values.items()])
 
+    @override
     def close(self, has_failed: bool) -> None:
-        """Mark the run as finished or failed."""
         self._client.set_terminated(self._run_id, status="FAILED" if has_failed else "FINISHED")
 
 
-class TrackioService:
+class TrackioService(Service):
     """Service that sends values to Trackio, by default a database on this machine's disk."""
 
     def __init__(self, project: str, run_dir: Path, settings: Settings) -> None:
@@ -269,13 +274,13 @@ class TrackioService:
             auto_log_cpu=False,
         )
 
+    @override
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step: tag (name of the curve) -> value."""
         self._run.log(dict(values), step=step)
 
+    @override
     def close(self, has_failed: bool) -> None:
-        """Write what is left; Trackio has no mark for a failed run."""
-        self._run.finish()
+        self._run.finish()  # Trackio has no mark for a failed run.
 
 
 def _service_ids(run_dir: Path) -> dict[str, Any]:

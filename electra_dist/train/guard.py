@@ -49,7 +49,7 @@ class Guard:
     """
 
     def __init__(self, config: GuardConfig, recent_losses: Iterable[float] = ()) -> None:
-        """Take the recent losses from a checkpoint, the oldest first; none for a new run."""
+        """Begin with the recent losses that a checkpoint holds, the oldest first; with none in a new run."""
         self._config = config
         self._losses = deque(recent_losses, maxlen=config.window)
 

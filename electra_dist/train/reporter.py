@@ -242,7 +242,7 @@ class Reporter:
         )
 
     def flush_tensorboard(self) -> None:
-        """Write TensorBoard's buffered values, because a save begins; metrics and ledger follow in `before_commit`."""
+        """Write TensorBoard's buffered values to the disk; call it when a save begins."""
         self._metrics.flush_tensorboard()
 
     def before_commit(self) -> None:
@@ -373,7 +373,7 @@ class StepRecorder:
         self._last = _LogPoint(step=start_step, time=time.perf_counter(), waited_s=0.0)
 
     def begin_interval(self, done: int) -> None:
-        """Measure the next rates from now on, so that they do not include the time of an evaluation."""
+        """Measure the next rates from now on, after `done` steps, without the time of an evaluation before."""
         self._last = _LogPoint(step=done, time=time.perf_counter(), waited_s=self._last.waited_s)
 
     def record_of(

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from electra_kernels.operation_types import SpecialIds
 from torch.profiler import ProfilerActivity, profile
+from typing_extensions import override
 
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
@@ -64,7 +65,7 @@ class StepRows:
     batches: BatchSource
 
 
-class MadeUpBatches:
+class MadeUpBatches(BatchSource):
     """Source of batches of random rows: each row is one example, `[CLS]`, ordinary tokens, `[SEP]`, without pads."""
 
     wait_s = 0.0
@@ -74,8 +75,8 @@ class MadeUpBatches:
         self._draw = np.random.default_rng(config.seed)
         self._step = 0
 
+    @override
     def next(self) -> RowBatch:
-        """Return a batch of new random rows, int32 ids, whose row numbers belong to no corpus."""
         shape = (self._config.train.global_batch, self._config.data.seq_len)
         first_ordinary_id = max(_MADE_UP_IDS) + 1
         ids = self._draw.integers(first_ordinary_id, self._config.model.vocab_size, shape, dtype=np.int32)
