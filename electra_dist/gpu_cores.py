@@ -25,7 +25,8 @@ def visible_devices(environment: Mapping[str, str], root: Path = Path("/")) -> l
     """Return the GPUs that CUDA shows to a process with these environment variables, in CUDA's order.
 
     A GPU is named by its number or UUID, a part of one (MIG) by "MIG-...". As in CUDA, the list ends before an invalid
-    entry, is empty if a GPU is named twice, and has at most one MIG part. Unknown GPUs count as valid.
+    entry, is empty if a GPU is named twice, and has at most one MIG part. If the node's GPUs are not known, all are
+    valid.
     """
     uuids = list(_gpus(root).values())
     if VISIBLE_DEVICES not in environment:

@@ -126,7 +126,7 @@ class SkipList:
         self.streak = stored.streak
 
     def stop(self, step: int) -> None:
-        """Add a step that the guard has stopped, to the list and to the `streak` of stopped steps in a row.
+        """Add a step that the guard has stopped; `streak` begins anew with it if the step before was not stopped.
 
         Every rank calls this at the same step; rank 0 calls `write` afterwards.
         """
