@@ -168,7 +168,7 @@ def test_pads_count_neither_in_the_auc_of_an_evaluation_nor_in_its_other_measure
     logit = torch.randn(ids.shape, generator=generator) + label
     logit[~is_real] = 9.0
     monkeypatch.setattr(torch.distributed, "all_gather", lambda tensors, tensor: tensors[0].copy_(tensor))
-    monkeypatch.setattr(Evaluator, "_rows", lambda *_: ids)
+    monkeypatch.setattr(Evaluator, "_read_rows", lambda *_: ids)
     evaluator = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
     engine: Any = Scoring(logit, label)
 
@@ -194,7 +194,7 @@ def test_an_evaluation_of_a_diverged_model_says_so_and_has_no_measures(
     logit = torch.randn(ids.shape, generator=torch.Generator().manual_seed(1))
     logit[~is_real] = bad
     monkeypatch.setattr(torch.distributed, "all_gather", lambda tensors, tensor: tensors[0].copy_(tensor))
-    monkeypatch.setattr(Evaluator, "_rows", lambda *_: ids)
+    monkeypatch.setattr(Evaluator, "_read_rows", lambda *_: ids)
     evaluator = Evaluator(cache=None, num_rows=6, micro_batch=4, seed=1, special=SPECIAL)  # type: ignore[arg-type]
     engine: Any = Scoring(logit, (logit > 1) & is_real)
     good = evaluator.run(engine, step=10)
