@@ -72,8 +72,7 @@ class Comparison:
         # finished run is only read, and for an unfinished run the process that continues it makes this check.
         short_runs = self.search.plan.runs if self.search.plan is not None else ()
         inputs_of_runs = [
-            check_inputs(run.config, compare.ranks, accept_new_numerics=True)
-            for run in (*self.plan.runs, *short_runs)
+            check_inputs(run.config, compare.ranks, accept_new_numerics=True) for run in (*self.plan.runs, *short_runs)
         ]
         inputs = self._inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
         self._plan_with_rates()
