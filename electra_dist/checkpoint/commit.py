@@ -79,7 +79,11 @@ def begin_attempt(
 def _take_number(
     targets: Sequence[Store], document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
 ) -> int:
-    """Create the file of the next free start number, with the content `document`, in every store; return it."""
+    """Reserve the next number that no start of a run has taken in any of the stores, and return it.
+
+    Its file, with the content `document`, is created in each store. A start that does so at the same time gets another
+    number. `older_runs` and `accept_new_numerics` say which other runs' files may be there.
+    """
     for _ in range(_MOST_TRIES):
         newest_starts = in_parallel(_newest_start, targets)
         for target, (_, found_document) in zip(targets, newest_starts):
@@ -180,7 +184,10 @@ def leftovers(target: Store, attempt: int) -> list[str]:
 
 
 def sweep(target: Store, attempt: int) -> list[str]:
-    """Delete the files that `leftovers` names, and unfinished uploads of earlier starts; return the files' keys."""
+    """Delete what killed starts of the run have left in a checkpoint store: files and unfinished uploads.
+
+    `attempt` is the number of this start; only what has a lower one is deleted. Returns the keys of the files.
+    """
     leftover_keys = leftovers(target, attempt)
     target.delete_all(leftover_keys)
     target.discard_unfinished("", lambda key: is_older(key, attempt) or _attempt_of(key) < attempt)

@@ -145,7 +145,10 @@ class RunState(_Frozen):
 
     @property
     def is_divided_evenly(self) -> bool:
-        """Return whether the ranks divide each parameter evenly by `part`: True at ZeRO 0 and 3, False at 1 and 2."""
+        """Return whether each parameter is divided among the ranks, by `part`: True at ZeRO 0 and 3.
+
+        At ZeRO 1 and 2, the ranks divide all parameters as one sequence.
+        """
         return self.zero_stage in _EVENLY_DIVIDED
 
     def parts(self, rank: int) -> dict[str, Range]:

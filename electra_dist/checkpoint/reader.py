@@ -97,7 +97,10 @@ class CheckpointReader:
         return [*faults, *itertools.chain(*faults_of_sizes, *faults_of_requests)]
 
     def _files_needed(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[FileEntry]:
-        """Return the files of `check` and those that hold any element of `fragments`, in the order of their ranks."""
+        """Return the files of `check`, and those that hold an element of `fragments` (ranges of the state's tensors).
+
+        They come in the order of the ranks that wrote them.
+        """
         ranks = {file.rank for file in check}
         for fragment in fragments:
             ranks.update(self.manifest.ranks_with(fragment.name, fragment.start, fragment.start + fragment.numel))

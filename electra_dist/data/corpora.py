@@ -73,7 +73,7 @@ class Corpora:
 
     @property
     def url(self) -> str:
-        """Return what messages call the corpora: the URL or folder of the only one, or "data.phases" for several."""
+        """Return the corpora's name in messages: the only one's URL or folder, or "data.phases" for several."""
         return self.phases[0].store.url if len(self.phases) == 1 else "data.phases"
 
     @property

@@ -92,7 +92,7 @@ def token_counts_file(run_dir: Path, corpus_fingerprint: str) -> Path:
 
 
 def token_counts_files(run_dir: Path) -> list[Path]:
-    """Return the files in the run folder that hold the token counts of the run's corpora."""
+    """Return the files in a run folder in which a start has stored how often each token occurs in a corpus."""
     return sorted(run_dir.glob(token_counts_file(Path(), "*").name))
 
 

@@ -258,10 +258,11 @@ class MetricsWriter:
         return [*lines, problem_of_tensorboard] if problem_of_tensorboard else lines
 
     def close(self, *, waits: bool = True) -> None:
-        """Sync and close all files; after StoreAway, metrics.jsonl stays open, and `close` may be called again.
+        """Write what is buffered to the disk and close all files.
 
-        Samples that a full disk refuses are lost. If `waits` is False, the disk is tried only once, whatever the
-        patience.
+        While the disk fails, this call waits as long as the run's patience allows or, if `waits` is False, not at all.
+        Then it raises StoreAway, leaves metrics.jsonl open, and may be called again. Samples that a full disk refuses
+        are lost.
         """
         if self._samples is not None:
             with contextlib.suppress(StoreAway):

@@ -72,7 +72,7 @@ class Record(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), defer_build=True)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields that were set, in the order in which they are written."""
+        """Return the record's fields that were set, by name, in the order in which a line of the file has them."""
         return self.model_dump(exclude_unset=True)
 
 

@@ -210,7 +210,10 @@ def _check_space(path: Path, needed_bytes: int) -> None:
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    """Raise StoreError for a folder that cannot be listed, so that it does not look empty; ignore a missing one."""
+    """Raise StoreError if `error` says anything else than that a folder is missing.
+
+    A folder that exists and cannot be listed would otherwise look empty.
+    """
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return
     raise store_error(Path(error.filename), error) from None

@@ -251,9 +251,9 @@ class Patience:
         return pause_s
 
     def _begin_wait(self, reason: str) -> bool:
-        """Record that this thread waits; return False if it waits already, in an outer operation.
+        """Record that this thread waits for storage, for `reason`; the first thread that waits also prints a line.
 
-        If no other thread waits, print the line that storage is waited for.
+        Returns False, and records nothing, if the thread waits already, in an operation that calls this one.
         """
         thread = threading.get_ident()
         with self._lock:

@@ -139,7 +139,7 @@ class PacedBody(io.BytesIO):
         return block
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to a byte and begin a new measurement, because boto3 also reads the body to compute its digest."""
+        """Move to a byte, and measure the upload's speed anew: boto3 reads the body before, too, for its digest."""
         self._meter = RateMeter(self._window_s)
         self._block_bytes = 0
         self._block_read = time.monotonic()

@@ -96,11 +96,10 @@ def _hidden_gpus(node: str) -> list[Finding]:
 def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     """Measure all ranks together, and return the findings of all ranks. Collective.
 
-    `own` are this rank's findings so far; the result includes them for all ranks. The default process group is made
-    from the launcher's environment variables and destroyed again. If the ranks cannot connect or a collective fails,
-    no exception is raised. The result is then `own` and one unhealthy finding about the job as a whole, because the
-    faulty node is not known. A node with GPUs of which torch sees none has a finding at once, and its ranks do not
-    wait for those of the other nodes, with which they could not exchange data.
+    `own` are this rank's findings so far; the result includes them for all ranks. The process group is made from the
+    launcher's environment variables, and destroyed again. If the ranks cannot work together, the result is `own` and
+    one finding about the job as a whole, because the faulty node is not known. If torch sees no GPU of this node's,
+    the result is `own` and that finding, without waiting for the other nodes.
     """
     hidden = _hidden_gpus(node)
     if hidden:
