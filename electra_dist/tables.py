@@ -183,8 +183,18 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
     if suffix == ".jsonl":
         return _json_table(file, raw)
     if suffix == ".csv" or delimiter is not None:
-        return _csv_table(file, raw, delimiter)
+        return csv_table(file, raw, delimiter)
     return _tsv_table(file, raw, has_header)
+
+
+def csv_table(file: Path, raw: bytes, delimiter: str | None) -> Table:
+    """Parse a table with quotes, `raw`, which is the content of `file`; None: find the delimiter in the header."""
+    text = _decode(raw, file)
+    first_line = next((line for line in _LINE_END.split(text) if line.strip()), "")
+    chosen = delimiter or delimiter_of(first_line)
+    _, header_cells = next(_csv_cells(file, text, chosen), (0, []))
+    header = [name.strip() for name in header_cells]
+    return Table(file, header, lambda: _csv_lines(file, text, chosen, header), hashlib.sha256(raw).hexdigest())
 
 
 def refuse_spreadsheet(file: Path) -> None:
@@ -246,15 +256,6 @@ def delimiter_of(header_line: str, column: str | None = None) -> str:
 
     with_column = [delimiter for delimiter in _DELIMITERS if column in cells(delimiter)]
     return with_column[0] if with_column else max(_DELIMITERS, key=lambda delimiter: len(cells(delimiter)))
-
-
-def _csv_table(file: Path, raw: bytes, delimiter: str | None) -> Table:
-    text = _decode(raw, file)
-    first_line = next((line for line in _LINE_END.split(text) if line.strip()), "")
-    chosen = delimiter or delimiter_of(first_line)
-    _, header_cells = next(_csv_cells(file, text, chosen), (0, []))
-    header = [name.strip() for name in header_cells]
-    return Table(file, header, lambda: _csv_lines(file, text, chosen, header), hashlib.sha256(raw).hexdigest())
 
 
 def _csv_cells(file: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:

@@ -22,7 +22,7 @@ from electra_dist.finetune.passage_windows import read_squad
 from electra_dist.finetune.squad_task import SquadTask
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.word_files import TaggedSentence, read_tagged_file
-from electra_dist.scoring.minimal_pairs import SentencePair, read_pair_files
+from electra_dist.scoring.pair_files import SentencePair, read_pair_files
 
 CUSTOM = TextSpec(name="custom", text_a="text", text_b=None, label="kind")
 END = '{"text": "end", "kind": "b"}\n'  # a second class, which every classification needs

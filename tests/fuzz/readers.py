@@ -44,7 +44,7 @@ from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.lease import find_newest, read_owner
 from electra_dist.run.metrics import MetricsWriter
 from electra_dist.run.strikes import excluded_nodes, read_strikes
-from electra_dist.scoring.minimal_pairs import read_pair_files
+from electra_dist.scoring.pair_files import read_pair_files
 from electra_dist.store.open_store import open_store
 from electra_dist.train.check_inputs import check_inputs
 from electra_dist.train.guard import SkipList

@@ -20,7 +20,8 @@ from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring import minimal_pairs
-from electra_dist.scoring.minimal_pairs import SentencePair, read_pair_files, score_sentence_pairs
+from electra_dist.scoring.minimal_pairs import score_sentence_pairs
+from electra_dist.scoring.pair_files import SentencePair, read_pair_files
 from electra_dist.scoring.token_scores import pseudo_log_likelihood, pseudo_log_likelihoods, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary
 

@@ -20,7 +20,8 @@ from electra_dist.objectives.build_objective import build_objective
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_towers
 from electra_dist.pretrained.hf_folders import PretrainingRecord, write_pretraining_record
-from electra_dist.scoring.minimal_pairs import SentencePair, score_sentence_pairs
+from electra_dist.scoring.minimal_pairs import score_sentence_pairs
+from electra_dist.scoring.pair_files import SentencePair
 from electra_dist.scoring.text_scores import TextScorer, cut_windows
 from electra_dist.scoring.token_scores import kept_log_probs, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary

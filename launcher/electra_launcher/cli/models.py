@@ -91,12 +91,8 @@ def minimal_pairs(
     spec = locate_model(spec, tower.value)  # A wrong name is found before torch is imported.
 
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-    from electra_dist.scoring.minimal_pairs import (
-        read_pair_files,
-        remarks_on_pairs,
-        score_minimal_pairs,
-        score_sentence_pairs,
-    )
+    from electra_dist.scoring.minimal_pairs import remarks_on_pairs, score_minimal_pairs, score_sentence_pairs
+    from electra_dist.scoring.pair_files import read_pair_files
 
     sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
     encoder = load_pretrained(spec, tower.value, vocab)
