@@ -14,7 +14,8 @@ from electra_dist.config import Config
 from electra_dist.console import Console
 from electra_dist.corpus.evaluation_texts import EvaluationText, EvaluationTexts
 from electra_dist.corpus.find.row_search import FoundRows
-from electra_dist.corpus.find.search_result import MAX_SHOWN, RowUse, StepsOfRows, steps_of_rows
+from electra_dist.corpus.find.row_uses import RowUse, StepCounter, uses_of_rows
+from electra_dist.corpus.find.search_result import MAX_SHOWN
 from electra_dist.data.corpora import Corpora
 
 _SHOWN_CHARS = 60  # of a text, in the table
@@ -27,7 +28,7 @@ class FoundText(NamedTuple):
     text: EvaluationText
     num_tokens: int
     rows: FoundRows
-    uses: list[list[RowUse]] | None  # steps of a run that use each row; None without a run
+    uses: list[list[RowUse]] | None  # of each row by a run; None without a run
 
 
 def found_texts(
@@ -47,7 +48,7 @@ def found_texts(
     if run is not None and places:
         shards = np.concatenate([found[index].shards for index in places])
         rows = np.concatenate([found[index].rows for index in places])
-        uses = steps_of_rows(shards, rows, corpora, *run)
+        uses = uses_of_rows(shards, rows, corpora, *run)
     texts = []
     first = 0
     for index in places:
@@ -69,7 +70,7 @@ def tree_of_texts(texts: Sequence[FoundText], sought: EvaluationTexts, corpora: 
         "texts_sought": len(sought.texts),
         "texts_too_short": sought.num_short,
         "texts_found": len(texts),
-        "steps": None if not texts or texts[0].uses is None else _steps(texts).counts(),
+        "steps": None if not texts or texts[0].uses is None else _step_counts(texts),
         "texts": trees,
     }
 
@@ -109,7 +110,7 @@ def _num_rows(texts: Sequence[FoundText]) -> int:
 
 
 def _line_on_steps(texts: Sequence[FoundText]) -> str:
-    counts = _steps(texts).counts()
+    counts = _step_counts(texts)
     num_read = sum(_is_read(one) for one in texts)
     return (
         f"the run has read {num_read:,} of these texts, in {counts['read']:,} steps; {counts['to_come']:,} steps "
@@ -134,15 +135,15 @@ def _table_of_texts(texts: Sequence[FoundText], has_run: bool) -> Table:
 def _is_read(one: FoundText) -> bool:
     """Return whether a step that is done, and was not skipped, has read a row with the text."""
     uses = itertools.chain.from_iterable(one.uses or ())
-    return any(use.is_done and not use.is_skipped for use in uses)
+    return any(use.state == "read" for use in uses)
 
 
-def _steps(texts: Sequence[FoundText]) -> StepsOfRows:
-    steps = StepsOfRows()
+def _step_counts(texts: Sequence[FoundText]) -> dict[str, int]:
+    counter = StepCounter()
     for one in texts:
         for uses in one.uses or ():
-            steps.add(uses)
-    return steps
+            counter.add(uses)
+    return counter.counts()
 
 
 def _steps_text(one: FoundText) -> str:
@@ -150,8 +151,7 @@ def _steps_text(one: FoundText) -> str:
     uses = sorted({use for uses in one.uses or () for use in uses}, key=lambda use: use.step)
     words = []
     for use in uses[:_SHOWN_STEPS]:
-        state = "" if use.is_done else " (to come)"
-        words.append(f"{use.step:,}{' (skipped)' if use.is_skipped else state}")
+        words.append(f"{use.step:,}" if use.state == "read" else f"{use.step:,} ({use.state})")
     if len(uses) > _SHOWN_STEPS:
         words.append(f"and {len(uses) - _SHOWN_STEPS:,} more")
     return ", ".join(words) or "none"
