@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -130,9 +131,13 @@ class StepNumbers:
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Return the elements of 1-D int64 and float64 tensors, copied from the device at once as 64-bit words."""
-    words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors]).cpu()
-    words_of_tensors = words.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.dtype).tolist() for part, tensor in zip(words_of_tensors, tensors)]
+    words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
+    host_words = np.array(words.tolist(), np.int64)
+    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+    return [
+        part.view(np.float64 if tensor.is_floating_point() else np.int64).tolist()
+        for part, tensor in zip(np.split(host_words, ends), tensors)
+    ]
 
 
 class TowerClipping:

@@ -31,6 +31,7 @@ from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, check_name_once, number_in, read_table
 
+_SHOWN = 5  # empty texts in a remark
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
 
 
@@ -53,6 +54,17 @@ class Texts(NamedTuple):
             *remarks_on_texts(f"{self.file}, first texts,", self.a),
             *remarks_on_texts(f"{self.file}, second texts,", self.b),
         ]
+
+    def remarks_on_empty(self, places: Sequence[int], unit: str, consequence: str) -> list[str]:
+        """Return a line on the examples without a first text, which ends with `consequence`; [] if there are none.
+
+        `places` has a number for each example, by which the line names the first ones; `unit` says what it counts.
+        """
+        empty = [str(place) for place, text in zip(places, self.a, strict=True) if not text.strip()]
+        if not empty:
+            return []
+        shown = ", ".join(empty[:_SHOWN]) + (", ..." if len(empty) > _SHOWN else "")
+        return [f"{self.file}: {len(empty)} of {len(self.a)} texts are empty ({unit} {shown}), and {consequence}"]
 
     def sample(self, size: int) -> Texts:
         """Return a fixed random sample of at most `size` examples, in the order of the file."""
@@ -321,7 +333,9 @@ def _labels_of(train: Texts) -> tuple[str, ...]:
     for label in labels:
         place = f"{train.file}:{train.line[train.label.index(label)]}"
         if not label:
-            raise UserError(f"{place}: the label is empty; write a label, or remove the line")
+            others = train.label.count("") - 1
+            more = f", as in {others} other lines" if others else ""
+            raise UserError(f"{place}: the label is empty{more}; write a label, or remove the line")
         if set(label) & set("\t\r\n"):
             raise UserError(f"{place}: the label has a tab or a line end in it, which tables cannot hold; remove it")
         number = _number_in(label)

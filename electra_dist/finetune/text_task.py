@@ -237,6 +237,7 @@ class TextTask(Task):
             if texts.skipped > 0:
                 self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
             self.notes += texts.remarks()
+            self.notes += texts.remarks_on_empty(texts.line, "line", "are learnt and scored like the others")
 
         if not spec.labels:
             self.notes += remarks_on_labels(self.labels)

@@ -26,6 +26,7 @@ from electra_dist.model.counts import run_flops
 from electra_dist.pretrained.export import Export
 from electra_dist.report.curves import write_curves_png
 from electra_dist.report.overlay_page import shortest_endings
+from electra_dist.report.run_record import run_title
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.metrics import EvalRecord, Metric, StepRecord, iter_evaluations, newest_metrics
 from electra_dist.run.number_formats import format_count
@@ -59,15 +60,13 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     sources = environment.get("corpus", {}).get("sources", {})
     phases = environment.get("corpus", {}).get("phases", ())
     curves = _draw_curves(run_dir) if records else None
-    folder_of_run = run_dir.resolve()
-    if folder_of_run.name == "run":  # as `electra-dist init` names it, in a folder that has the user's name
-        folder_of_run = folder_of_run.parent
+    title = run_title(run_dir)
     cards = []
     for tower, folder in export.folders.items():
         if curves is not None:
             with replacing(folder / CURVES_FILE) as file:
                 file.write(curves)
-        card = model_card(tower, folder_of_run.name, export, records, versions, license_id, phases, sources)
+        card = model_card(tower, title, export, records, versions, license_id, phases, sources)
         with replacing(folder / CARD_FILE) as file:
             file.write(card.encode())
         cards.append(folder / CARD_FILE)

@@ -31,6 +31,15 @@ RECENT_RECORDS = 20  # newest training records that are kept whole; the report a
 _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides those of the diagrams
 
 
+def run_title(run_dir: Path) -> str:
+    """Return the name of a run for readers: that of its folder, or that of the folder's parent if it is only "run".
+
+    `electra-dist init` makes such folders, in a folder that has the user's name.
+    """
+    folder = run_dir.resolve()
+    return folder.parent.name if folder.name == "run" else folder.name
+
+
 @dataclass(frozen=True, kw_only=True)
 class Energy:
     """Estimated energy of the GPUs of a run, without processors, network and cooling.
@@ -113,7 +122,7 @@ def read_history(run_dir: Path) -> MetricsHistory:
 class RunRecord:
     """Everything that the reports show of a run, read from its folder; fields of missing files are empty or None."""
 
-    name: str  # of the folder
+    name: str  # for readers (`run_title`)
     metrics: MetricsHistory  # records of training steps and of evaluations on held-out rows in metrics.jsonl
     ledger: Sequence[LedgerEvent]  # all events of ledger.jsonl (starts, checkpoints, ends, ...), oldest first
     account: Goodput  # the run's wall-clock seconds, split by activity
@@ -189,7 +198,7 @@ def read_run(run_dir: Path) -> RunRecord:
         raise UserError(f"{run_dir}: not a run folder (no {CONFIG_FILE}); give the run_dir of an existing run")
     ledger = read_ledger(run_dir)
     return RunRecord(
-        name=run_dir.resolve().name,
+        name=run_title(run_dir),
         metrics=read_history(run_dir),
         ledger=ledger,
         account=goodput(ledger, read_jobs(run_dir)),

@@ -199,6 +199,7 @@ class RunEvidence:
     running: bool = False  # one of its jobs runs
     pending: bool = False  # one of its jobs waits in the queue and will start without a person
     held: bool = False  # one of its jobs is held until a person releases it
+    owner_has_ended: bool = False  # whoever watched over the ranks of the run is known to be dead
 
 
 def newest_ending(ledger: Sequence[LedgerEvent]) -> Ending | None:
@@ -215,7 +216,8 @@ def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
     and its newest sign of life.
 
     A run is "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without
-    Slurm, a killed run counts as living until its newest sign of life is older than `evidence.patience_s`.
+    Slurm, a run that was killed on another machine counts as living until its newest sign of life is older than
+    `evidence.patience_s`.
     """
     if any(event.event == "done" for event in ledger):
         return "finished"
@@ -237,6 +239,6 @@ def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
     if ending in ("crash", "unhealthy"):
         return "dead"
     silent_since = evidence.sign_of_life or 0.0  # without any sign of life: since 1970
-    if evidence.now - silent_since < evidence.patience_s:
+    if not evidence.owner_has_ended and evidence.now - silent_since < evidence.patience_s:
         return "living"
     return "dead"

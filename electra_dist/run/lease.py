@@ -107,6 +107,13 @@ class FoundLease:
         owner = self.owner
         return f"an owner whose file {self.path} is damaged" if owner is None else owner.description
 
+    @property
+    def owner_has_ended(self) -> bool:
+        """Return whether the owner's lock shows that it has ended; False if it ran on another machine."""
+        owner = self.owner
+        is_local = owner is not None and owner.boot_id != "" and owner.boot_id == boot_id()
+        return is_local and not self.is_released and _is_unlocked(self.path)
+
     def is_free(self, silent_s: float) -> bool:
         """Return whether another process may take the lease.
 
@@ -114,9 +121,7 @@ class FoundLease:
         """
         if self.is_released:
             return True
-        owner = self.owner
-        is_local = owner is not None and owner.boot_id != "" and owner.boot_id == boot_id()
-        if is_local and _is_unlocked(self.path):
+        if self.owner_has_ended:
             age_s = time.time() - self.renewed_ns / 1e9  # by the clock by which the owner has renewed it
             return max(age_s, silent_s) > LOCAL_LEASE_S
         return silent_s > LEASE_S
@@ -274,17 +279,22 @@ def join_lease(run_dir: Path, token: str) -> RunLease:
     return RunLease(run_dir, newest, lock=None)
 
 
-def read_owner(run_dir: Path) -> tuple[LeaseOwner, float] | None:
-    """Return the owner of a run folder's lease, and the Unix time of its newest renewal; None if nobody holds it.
+class HeldLease(NamedTuple):
+    """Owner of a run folder's lease, and how it was seen; the lease of a killed owner stays until the next start."""
 
-    The owner may have been killed since: the lease of a killed process stays until the next start takes it.
-    """
+    owner: LeaseOwner
+    renewed: float  # Unix time of the newest renewal
+    owner_has_ended: bool  # whether the owner is known to have ended: it ran on this machine
+
+
+def read_owner(run_dir: Path) -> HeldLease | None:
+    """Return who holds the lease of a run folder, or has died with it; None if it is released or was never taken."""
     with readable(run_dir / LEASE_DIR):
         newest = find_newest(run_dir / LEASE_DIR)
     owner = newest.owner
     if newest.is_released or owner is None:
         return None
-    return owner, newest.renewed_ns / 1e9
+    return HeldLease(owner, newest.renewed_ns / 1e9, newest.owner_has_ended)
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 Row = dict[str, Any]
-_SHOWN = 5  # labels of a model, or empty texts, in a remark
+_SHOWN = 5  # labels of a model in a message
 _LABELS_OF_DETECTION = {"0": "REPLACED"}  # of an untuned ModernBERT discriminator, which has a class for tags
 _KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
@@ -192,7 +192,8 @@ def _open(
     table = read_table(file, delimiter) if is_table else _read_lines(file)
     columns = _columns_of(model, table, named)
     texts = _read_texts(table, columns)
-    notes = [*texts.remarks(), *_remarks_on_empty_texts(texts)]
+    nothing = "what is predicted for them means nothing"
+    notes = [*texts.remarks(), *texts.remarks_on_empty(range(len(texts.a)), "index", nothing)]
     if model.kind == "TokenClassification":
         words = [tuple(text.split()) for text in texts.a]
         return notes, lambda progress: _predict_tags(model, words, None, progress)
@@ -212,18 +213,6 @@ def _open(
         notes.append(f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored")
     target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
     return notes, lambda progress: _predict_texts(model, texts, targets, labelled, target_N1, progress)
-
-
-def _remarks_on_empty_texts(texts: Texts) -> list[str]:
-    """Return a line with the number of empty texts, and where the first ones are; [] if there are none."""
-    empty = [index for index, text in enumerate(texts.a) if not text.strip()]
-    if not empty:
-        return []
-    shown = ", ".join(map(str, empty[:_SHOWN])) + (", ..." if len(empty) > _SHOWN else "")
-    return [
-        f"{texts.file}: {len(empty)} of {len(texts.a)} texts are empty (index {shown}), and what is predicted for "
-        f"them means nothing"
-    ]
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -362,6 +351,8 @@ def _predict_texts(
     metrics = {} if target_N1 is None else text_metrics(targets, output_NL[labelled], target_N1)
     num_cut = _num_cut(texts, ids, encoder, settings.max_length)
     notes = [f"{num_cut:,} of {len(ids):,} texts were cut to {settings.max_length} tokens"] if num_cut else []
+    if num_cut:
+        notes.append("transformers' pipeline cuts long texts only if it is called with truncation=True")
     return Predictions(objects, rows, metrics, notes)
 
 

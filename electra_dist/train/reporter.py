@@ -29,6 +29,7 @@ from electra_dist.corpus.build_report import corpus_sources
 from electra_dist.data.corpora import Corpora, uses_of_phases
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
+from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
 from electra_dist.model.counts import mfu, peak_flops, token_flops
 from electra_dist.nvml import worst
@@ -175,10 +176,13 @@ class Reporter:
         """
         record = self._step_recorder.record_of(done, result, waited_s, receipt, look)
         if look.slow_ranks:
-            config = shlex.quote(str(self._run_dir / CONFIG_FILE))
+            advice = "another program may use the processors of this machine"
+            if torch.cuda.is_available() or rank_place().has_several_nodes:
+                config = shlex.quote(str(self._run_dir / CONFIG_FILE))
+                advice = f"check their nodes with python -m electra_launcher.preflight --config {config}"
             self.note(
                 f"step {done:,}: ranks {look.slow_ranks} were slower than the others at the last three log steps; "
-                f"check their nodes with python -m electra_launcher.preflight --config {config}"
+                f"{advice}"
             )
         if result.overflow:
             self._note_overflow(done - 1, result)

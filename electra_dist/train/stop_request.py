@@ -6,6 +6,7 @@ checkpoint, and exit code 75.
 
     SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once)
     INTERRUPT_SIGNAL                     stop        reported as Ctrl-C, which the supervisor passes on by it
+    UNWATCHED_SIGNAL                     stop        of a rank to itself, because its supervisor was killed
     SIGHUP (the terminal was closed)     stop        unless the run was started with nohup, which ignores it
     RUN/stop                             stop        create it (touch); removed once the run has saved and stops
     RUN/save                             save now    create it (touch); removed when the save begins
@@ -34,6 +35,7 @@ from electra_dist.store.atomic_files import read_regular
 # Passed on by a supervisor that was interrupted. It is not SIGINT, because Ctrl-C often reaches the ranks directly,
 # too, and a second SIGINT ends a rank without a save. No library in use claims this signal.
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 6
+UNWATCHED_SIGNAL = signal.SIGRTMIN + 5  # no library in use claims this one either
 INTERRUPTED = "interrupted (Ctrl-C)"  # the reason of such a stop, and the content of the file `stop` that asks for it
 STOP_SIGNALS = (
     signal.SIGTERM,
@@ -42,7 +44,13 @@ STOP_SIGNALS = (
     signal.SIGUSR2,
     signal.SIGHUP,
     INTERRUPT_SIGNAL,
+    UNWATCHED_SIGNAL,
 )
+_REASONS = {
+    signal.SIGINT: INTERRUPTED,
+    INTERRUPT_SIGNAL: INTERRUPTED,
+    UNWATCHED_SIGNAL: "its supervisor was killed",
+}  # of the signals whose names do not say why the run stops
 _JOB_END = "SLURM_JOB_END_TIME"  # variable of the environment, in Unix seconds
 _UNIX_TIME = re.compile(r"[0-9]{1,12}")  # Slurm may also say "Unknown".
 _LEAST_MARGIN_S = 10.0  # between the request to stop and the end of the Slurm job
@@ -92,8 +100,7 @@ class StopRequest:
         """Record a signal as a request to stop; on Ctrl-C after an earlier request, raise KeyboardInterrupt."""
         if number == signal.SIGINT and self.reason:
             raise KeyboardInterrupt
-        is_interrupt = number in (signal.SIGINT, INTERRUPT_SIGNAL)
-        self.reason = INTERRUPTED if is_interrupt else signal.Signals(number).name
+        self.reason = _REASONS.get(number) or signal.Signals(number).name
 
     def wants_stop(self) -> bool:
         """Return whether this rank has received a request to stop: a signal or, on rank 0, a file or the job's end.

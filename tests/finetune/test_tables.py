@@ -139,10 +139,18 @@ def test_empty_cells_keep_their_row_and_quotes_of_a_program_are_remarked_on(tmp_
     literal = open_custom(tmp_path / "x.tsv", dev=tmp_path / "x.csv")
     assert literal.train.a[0] == '"He said ""no""."' and "some texts are in quotes" in literal.notes[1]
     as_csv = open_custom(tmp_path / "x.tsv", dev=tmp_path / "x.tsv", delimiter="\\t")
-    assert as_csv.train.a == texts and len(as_csv.notes) == 1
+    assert as_csv.train.a == texts and not any("quotes" in note for note in as_csv.notes)
     (tmp_path / "y.csv").write_text("\n ,\ntext,label\na b,x\n,\nc d,y\n")
     with pytest.raises(UserError, match=r"y\.csv:5: the label is empty"):
         open_custom(tmp_path / "y.csv")
+    (tmp_path / "z.csv").write_text("text,label\na b,\nc d,y\ne f,\ng h,\n")
+    with pytest.raises(UserError, match=r"z\.csv:2: the label is empty, as in 2 other lines; write"):
+        open_custom(tmp_path / "z.csv")
+    (tmp_path / "e.csv").write_text("text,label\na b,x\n ,y\nc d,x\n")
+    assert any(
+        "e.csv: 1 of 3 texts are empty (line 3), and are learnt" in note
+        for note in open_custom(tmp_path / "e.csv", dev=tmp_path / "x.csv").notes
+    )
 
 
 def test_an_id_with_an_underscore_is_no_number(tmp_path: Path) -> None:

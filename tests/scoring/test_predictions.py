@@ -325,6 +325,7 @@ def test_texts_that_were_cut_are_counted_and_those_that_just_fit_are_not(encoder
     predictions = open_predictions(TunedModel(tmp_path), tmp_path / "texts.txt")(lambda *_: None)
 
     assert f"2 of 4 texts were cut to {SETTINGS.max_length} tokens" in predictions.notes
+    assert any("truncation=True" in note for note in predictions.notes)
 
 
 def test_the_commands_at_the_top_of_the_page_run(

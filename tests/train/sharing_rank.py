@@ -46,7 +46,9 @@ def read_all(share_shards: bool | None) -> dict[str, object]:
     config = Config.model_validate(tree)
     store = Remote(FOLDER / "corpus")
     corpora = Corpora.of(store, read_manifest(open_store(str(FOLDER / "corpus"))))
-    inputs = RunInputs(  # the description of the caches uses nothing else
+    inputs = RunInputs(  # the description of the caches uses nothing but the corpora
+        config=config,
+        notes=[],
         corpora=corpora,
         heldout=None,
         vocabulary=None,  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
+_FEW_STEPS = 200  # of a fine-tuning; fewer often leave a model of a small table untrained
 
 
 class Kind(StrEnum):
@@ -206,6 +207,12 @@ def finetune(
         guess = opened.constant_guess()
         if guess:
             out.print(f"to compare: {name}: {guess}")
+    num_steps = max(result.planned_steps for result in results)
+    if not probe and num_steps < _FEW_STEPS:
+        out.print(
+            f"only {num_steps} steps: a small table may need more (--set epochs=10), and a short pretraining the mean "
+            f"of all states (--set pooling=mean; docs/finetune.md)"
+        )
     if writes_models:
         _print_next(out, model_dirs)
 

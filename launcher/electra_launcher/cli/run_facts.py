@@ -29,8 +29,18 @@ from electra_dist.run.folder import (
 )
 from electra_dist.run.goodput import goodput
 from electra_dist.run.heartbeat import Beat, Hung, hang_limits, hung, read_heartbeats
-from electra_dist.run.history import STARTS, Link, RunEvidence, State, links, run_state, since_submission, starts
-from electra_dist.run.lease import LeaseOwner, read_owner
+from electra_dist.run.history import (
+    ENDINGS,
+    STARTS,
+    Link,
+    RunEvidence,
+    State,
+    links,
+    run_state,
+    since_submission,
+    starts,
+)
+from electra_dist.run.lease import HeldLease, read_owner
 from electra_dist.run.ledger import JobEnded, JobRecord, JobSubmitted, LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
 from electra_dist.run.number_formats import format_duration
@@ -72,7 +82,7 @@ class Gathered:
     queue: QueueView | None  # None if squeue is missing or fails, or if the run was never submitted
     submitted_by: str  # command line of the newest submission; empty if there was none
     ranks_of_hosts: dict[str, int]  # ranks of the last start on each host; empty before the first start
-    owner: tuple[LeaseOwner, float] | None  # holder of the run folder's lease, Unix time of renewal; None: nobody
+    owner: HeldLease | None  # who holds the run folder's lease; None: nobody
 
     @cached_property
     def state(self) -> State:
@@ -87,6 +97,7 @@ class Gathered:
             running=any(job.state == "RUNNING" for job in self.queued_jobs),
             pending=any(job.state in ("PENDING", "COMPLETING") and not job.is_held for job in self.queued_jobs),
             held=any(job.is_held for job in self.queued_jobs),
+            owner_has_ended=self.owner is not None and self.owner.owner_has_ended,
         )
         return run_state(self.ledger, evidence)
 
@@ -248,9 +259,8 @@ def _owner(seen: Gathered) -> dict[str, Any] | None:
     """Return the process that holds the run folder's lease (the right to train in it), or None if nobody does."""
     if seen.owner is None:
         return None
-    owner, renewed = seen.owner
     names = ("holder", "host", "pid", "since", "slurm_job")
-    return {**{name: getattr(owner, name) for name in names}, "renewed": renewed}
+    return {**{name: getattr(seen.owner.owner, name) for name in names}, "renewed": seen.owner.renewed}
 
 
 def _failure(seen: Gathered) -> dict[str, Any] | None:
@@ -333,6 +343,8 @@ def _why_ended(seen: Gathered) -> str:
     if not seen.ledger:
         return ""
     event = seen.ledger[-1]
+    if event.event not in ENDINGS and seen.owner is not None and seen.owner.owner_has_ended:
+        return f"killed: its {seen.owner.owner.holder}, pid {seen.owner.owner.pid}, no longer runs on this machine"
     name = f"{event.event}: {event.why}" if event.why else event.event
     return f"{name}, {seen.age(event)} ago"
 

@@ -49,12 +49,15 @@ def why(run: RunFolder, as_json: AsJson = False) -> None:
     if not (ledger or failures or is_run_folder(run) or (run / SLURM_DIR).is_dir()):
         raise UserError(f"{run}: not a run folder, because it has no config.yaml; give the run_dir of a run")
     known = account_of_end(run, ledger, failures)
-    if known["state"] in ("stopped", "done") and known["class"] is None:
+    if known["class"] is None and known["state"] in ("stopped", "done", "running or killed"):
         from electra_launcher.cli.run_facts import facts, gather
 
-        # In the way in which the run was started: by hand or by Slurm. The account needs no config that can be read.
-        with contextlib.suppress(UserError):
-            known["next"] = facts(gather(run))["next"]
+        with contextlib.suppress(UserError):  # The account needs no config that can be read.
+            seen = facts(gather(run))
+            if known["state"] == "running or killed" and seen["state"] == "dead":
+                known |= {"state": "killed", "what": f"no end is recorded; {seen['reason']}"}
+            if known["state"] != "running or killed":
+                known["next"] = seen["next"]  # in the way in which the run was started: by hand or by Slurm
     if as_json:
         print_json(known)
     else:

@@ -97,9 +97,8 @@ def _owner_lines(seen: Gathered) -> list[str]:
     """Return a line on the process that holds the run folder's lease or died without releasing it, or []."""
     if seen.owner is None:
         return []
-    owner, renewed = seen.owner
-    age = format_duration(max(0.0, seen.now - renewed))
-    return [f"  owner       {owner.description}; last renewed {age} ago"]
+    age = format_duration(max(0.0, seen.now - seen.owner.renewed))
+    return [f"  owner       {seen.owner.owner.description}; last renewed {age} ago"]
 
 
 def _describe_link(link: dict[str, Any], running_job_id: str) -> str:

@@ -33,6 +33,7 @@ from electra_dist.engine.rank_environment import whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.escapes import printable
 from electra_dist.gpu_cores import bind_to_gpu
+from electra_dist.train.stop_request import UNWATCHED_SIGNAL
 from electra_launcher import pretrain
 from electra_launcher.entry import end_process_with, outlive_the_reader
 
@@ -77,9 +78,9 @@ def _watch(supervisor: int, rank: int, requests: int, stack_file: BinaryIO) -> N
     """Write stacks on request until the supervisor, given by its pid, has ended; then make this rank save and stop."""
     _answer_while_runs(supervisor, requests, stack_file)
     print(printable(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping"), flush=True)
-    if not callable(signal.getsignal(signal.SIGTERM)):
+    if not callable(signal.getsignal(UNWATCHED_SIGNAL)):
         os._exit(EXIT_STOPPED)  # The training has not begun.
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), UNWATCHED_SIGNAL)
     time.sleep(_GRACE_S)
     os._exit(EXIT_CRASH)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -382,6 +385,25 @@ def test_the_owner_of_the_run_folder_is_shown_in_the_text_and_as_json(run: Path)
     assert NOW <= owner["since"] <= owner["renewed"] + 1
     lease.release()
     assert not [line for line in shown(run) if line.startswith("  owner  ")]
+
+
+def test_a_run_whose_owner_was_killed_on_this_machine_is_dead_at_once(run: Path) -> None:
+    shutil.rmtree(run / "slurm")  # started by hand
+    ledger(run, event("resume", 1, step=10, attempt=2))
+    take = "import sys, pathlib, time; from electra_dist.run.lease import take_lease"
+    hold = f"{take}; take_lease(pathlib.Path(sys.argv[1]), 'supervisor', say=print); print('held'); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(run)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "held\n"
+        assert shown(run)[0] == f"run {run}: living"
+        owner.kill()
+        owner.wait()
+        reason = f"killed: its supervisor, pid {owner.pid}, no longer runs on this machine"
+        page = shown(run)
+        assert page[0] == f"run {run}: dead ({reason})"
+        assert commands(page) == [f"electra-dist train {run}"]
+        why = CliRunner().invoke(app, ["why", str(run)]).output.splitlines()
+        assert why[:2] == [f"run {run}: killed", f"  what        no end is recorded; {reason}"]
+        assert commands(why) == commands(page)
 
 
 def test_every_link_is_shown_with_its_verdict_and_a_waiting_run_with_the_last_one(

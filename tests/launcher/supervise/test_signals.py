@@ -191,6 +191,7 @@ def test_ranks_save_and_stop_when_their_supervisor_is_killed_and_the_next_one_sw
         assert first.pids() == []
         (stop,) = first.events("stop")
         assert first.events("checkpoint")[-1].step == stop.step >= 7
+        assert stop.why == "its supervisor was killed"
     left_by_first = [folder for folder in temporary.glob("electra-dist-ranks-*") if folder != of_another_run]
     assert len(left_by_first) == 1
     with supervised(FAKE, config, run_dir, "--gpus-per-node", "2") as second:
