@@ -1,18 +1,20 @@
-"""How fast is this source tree, beside an earlier commit of it?
+"""Compare the speed of this source tree with that of another commit of it.
 
     python benchmarks/against.py COMMIT                      # all cases, five pairs each
     python benchmarks/against.py COMMIT step loader --save   # also writes benchmarks/results/against-YYYYMMDD.json
     python benchmarks/against.py COMMIT loader --smoke       # the same code at toy sizes; the times mean nothing
 
 Each case of `against_cases.py` runs in turns in both trees, every time in a new process, so that other load on the
-machine affects both alike. A ratio is taken within each pair, and one of two pairs begins with the other tree; the
-median of the ratios and their extremes are printed. More than 1: this tree is slower.
+machine affects both alike. A ratio is taken within each pair, and every second pair begins with the other tree; the
+median of the ratios and their extremes are printed. More than 1: this tree is slower. A first pair that warms
+caches is not counted.
 
-Guarantee: a process imports this project from one of the two trees only. The commit is checked out into a temporary
-folder, which is removed, and its C library is built as far as this tree has one.
+Guarantee: a process imports this project from one of the two trees only, but for `against_cases.py`, which is this
+tree's. The commit is checked out into a temporary folder, which is removed. Its C library is built if this tree has
+one.
 
 Limits: one thread, one rank, local files. `--save` adds the cases of this call to an earlier record of the same day
-and commit.
+and the same two commits.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ ON_THE_PATH = ("", "kernels", "launcher", "benchmarks", "tests")  # folders of a
 
 
 def case_names() -> list[str]:
-    """Return the names of all cases: the public functions of the program that take a folder for both trees."""
+    """Return the names of all cases: the functions of the program that take the folder `shared`, for both trees."""
     functions = [node for node in ast.parse(PROGRAM.read_text()).body if isinstance(node, ast.FunctionDef)]
     return [node.name for node in functions if "shared" in [argument.arg for argument in node.args.args]]
 
@@ -121,10 +123,10 @@ def main(words: Sequence[str]) -> None:
     arguments = parser.parse_args(words)
     if unknown := sorted(set(arguments.cases) - set(case_names())):
         parser.error(f"there is no case {', '.join(unknown)}; the cases are {', '.join(case_names())}")
-    given = [word for word in words if word not in ("--save", "--results", str(arguments.results))]
-    record = make_record("against", shlex.join(["python", "benchmarks/against.py", *given]), smoke=arguments.smoke)
+    command = ["python", "benchmarks/against.py", arguments.commit, *arguments.cases, f"--pairs={arguments.pairs}"]
+    record = make_record("against", shlex.join(command), smoke=arguments.smoke)
     resolve = ["git", "-C", str(REPOSITORY), "rev-parse", f"{arguments.commit}^{{commit}}"]
-    record["before"] = subprocess.run(resolve, check=True, capture_output=True, text=True).stdout.strip()
+    record["before"] = subprocess.run(resolve, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     pairs = 1 if arguments.smoke else arguments.pairs
     record["cases"] = {}
     with tempfile.TemporaryDirectory(prefix="against-") as name, checked_out(record["before"], Path(name)) as before:

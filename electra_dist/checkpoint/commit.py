@@ -79,10 +79,10 @@ def begin_attempt(
 def _take_number(
     targets: Sequence[Store], document: bytes, older_runs: Mapping[int, dict[str, str]], accept_new_numerics: bool
 ) -> int:
-    """Reserve the next number that no start of a run has taken in any of the stores, and return it.
+    """Reserve the next number that no start of the run has taken in any of the stores, and return it.
 
     Its file, with the content `document`, is created in each store. A start that does so at the same time gets another
-    number. `older_runs` and `accept_new_numerics` say which other runs' files may be there.
+    number. Files of other runs are refused, but for this run's own of an older version, as `_check_older_run` says.
     """
     for _ in range(_MOST_TRIES):
         newest_starts = in_parallel(_newest_start, targets)

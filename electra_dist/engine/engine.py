@@ -130,7 +130,10 @@ class StepNumbers:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return the elements of 1-D int64 and float64 tensors, copied from the device at once as 64-bit words."""
+    """Return a list of the elements of each 1-D int64 or float64 tensor, with a single copy from the device.
+
+    The bits of a float64 travel as an int64, so that nothing is rounded.
+    """
     words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
     host_words = np.array(words.tolist(), np.int64)
     ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]

@@ -56,9 +56,10 @@ class Texts(NamedTuple):
         ]
 
     def remarks_on_empty(self, places: Sequence[int], unit: str, consequence: str) -> list[str]:
-        """Return a line on the examples without a first text, which ends with `consequence`; [] if there are none.
+        """Return a line about the examples whose first text is empty; [] if there are none.
 
-        `places` has a number for each example, by which the line names the first ones; `unit` says what it counts.
+        It names the first ones by their number in `places`, which `unit` describes, such as "line", and ends with
+        "and" and `consequence`.
         """
         empty = [str(place) for place, text in zip(places, self.a, strict=True) if not text.strip()]
         if not empty:

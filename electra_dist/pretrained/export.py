@@ -80,7 +80,7 @@ def export_run(
     for line in run.damaged:
         print(printable(line), file=sys.stderr)
     if run.damaged and num_averaged == 1:
-        print(printable(f"the checkpoint of step {run.state.step:,} is exported"), file=sys.stderr)
+        print(printable(f"exporting the checkpoint of step {run.state.step:,} instead"), file=sys.stderr)
     vocabulary = run.vocabulary  # verified before anything is written
     lowercase = run.tokenizer.lowercase
     records = {

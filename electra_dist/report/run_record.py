@@ -34,7 +34,7 @@ _FURTHER_FIELDS = ("mfu", "data_wait", "step_s")  # of training records, besides
 def run_title(run_dir: Path) -> str:
     """Return the name of a run for readers: that of its folder, or that of the folder's parent if it is only "run".
 
-    `electra-dist init` makes such folders, in a folder that has the user's name.
+    `electra-dist init NAME` makes a config whose run is in the folder NAME/run.
     """
     folder = run_dir.resolve()
     return folder.parent.name if folder.name == "run" else folder.name

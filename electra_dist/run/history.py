@@ -216,8 +216,8 @@ def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
     and its newest sign of life.
 
     A run is "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without
-    Slurm, a run that was killed on another machine counts as living until its newest sign of life is older than
-    `evidence.patience_s`.
+    a job in Slurm and without a recorded end, it counts as living until its owner is known to have ended, or until its
+    newest sign of life is older than `evidence.patience_s`.
     """
     if any(event.event == "done" for event in ledger):
         return "finished"

@@ -288,7 +288,10 @@ class HeldLease(NamedTuple):
 
 
 def read_owner(run_dir: Path) -> HeldLease | None:
-    """Return who holds the lease of a run folder, or has died with it; None if it is released or was never taken."""
+    """Return who holds the lease of a run folder, or has died with it.
+
+    Returns None if it is released, was never taken, or its file is damaged.
+    """
     with readable(run_dir / LEASE_DIR):
         newest = find_newest(run_dir / LEASE_DIR)
     owner = newest.owner

@@ -76,7 +76,7 @@ class JobEndTime:
 
 
 class StopRequest:
-    """The requests to stop or save that this rank has received.
+    """The requests to stop or save that this rank has received; creating it installs the signal handlers.
 
     Create it in the main thread, before anything slow, so that an early signal is not lost. The step loop calls
     `wants_stop` and `wants_save` before every step that is not skipped; the step adds up the answers of all ranks.

@@ -235,7 +235,7 @@ def test_damaged_checkpoints_are_named_and_do_not_count(
         (True, False),
         (False, True),
     ]
-    assert named[-1] == "the checkpoint of step 10 is exported"
+    assert named[-1] == "exporting the checkpoint of step 10 instead"
 
 
 def test_verify_reads_the_token_counts_of_a_run(copy: Path) -> None:
