@@ -7,7 +7,7 @@ Guarantee: the manifest is written atomically, after all files that it lists; a 
 unfinished. The manifest's `fingerprint` (SHA-256 of the canonical JSON) changes when any row, the tokenizer or the
 order of the shards changes, so a run notices that its corpus has been replaced.
 
-Limits: the manifest states which bytes a corpus consists of; `shard_cache.py` verifies them.
+Limits: the manifest states which bytes a corpus consists of; `open_shard.py` verifies them.
 """
 
 from __future__ import annotations

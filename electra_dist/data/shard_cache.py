@@ -1,17 +1,14 @@
-"""Open verified shards: mapped in place from a local corpus, or from the node's cache if the corpus is on S3.
+"""Keep the shards that a process reads open, fetch those that it needs next, and copy rows from them.
 
-Guarantee: a shard that is opened had the SHA-256 and the number of rows that the manifest lists, read through the
-descriptor by which it is mapped. Every copy of a row that `ShardCache.read_rows` returns has the checksum that the row
-had then, so a bit that flips on the disk afterwards does not reach a batch. A cached shard is then fetched again, and
-the reading goes on; a local one ends the run with an error that names the shard and the block. No shard is skipped
-silently.
+Guarantee: every shard is verified when it is opened (`open_shard.py`). Every copy of a row that `ShardCache.read_rows`
+returns has the checksum that the row had then, so a bit that flips on the disk afterwards does not reach a batch. A
+cached shard is then fetched again, and the reading goes on; a local one ends the run with an error that names the
+shard and the block. No shard is skipped silently.
 
-How: threads fetch the shards that are needed next (`node_cache.py`), map them, and read them once: the SHA-256 and the
-checksums of the rows (`receipt.py`) are made of the same bytes. The checksums stay in memory, for local and for cached
-shards alike, so they need no file of their own that could be damaged, and corpora of others have them, too. A shard
-stays open, and a cached one locked against deletion, from its verification until it is no longer needed. The threads
-are daemons: a process that ends does not wait for a download. The next process that needs the shard deletes the
-unfinished file.
+How: threads open the shards that are needed next. The checksums of rows (`receipt.py`) stay in memory, so they need no
+file of their own that could be damaged, and corpora of others have them, too. A shard stays open, and a cached one
+locked against deletion, until it is no longer needed. The threads are daemons: a process that ends does not wait for a
+download. The next process that needs the shard deletes the unfinished file.
 
 Limits: all methods must be called by the same thread; in a run, it is the thread of the loader. A file that becomes
 shorter while it is mapped ends the process with SIGBUS; the next start refuses it by its size.
@@ -20,7 +17,6 @@ shorter while it is mapped ends the process with SIGBUS; the next start refuses 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import resource
 import sys
@@ -37,17 +33,16 @@ from numpy.typing import NDArray
 
 from electra_dist.config import DataConfig
 from electra_dist.data.cache_folder import SHARDS_DIR
-from electra_dist.data.corpora import Corpora, StoredShard
-from electra_dist.data.manifest import ShardEntry
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.node_cache import NodeCache
+from electra_dist.data.open_shard import open_verified
 from electra_dist.data.peer_group import PeerGroup
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
-from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError
+from electra_dist.errors import ManifestMismatch, StoreExhausted, UserError
 from electra_dist.escapes import printable
-from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.patience import waits
 
-_READINGS = 5  # Times that a shard or a row is read before its bytes count as wrong for good.
+_READINGS = 5  # Times that rows are read before their bytes count as wrong for good.
 _OTHER_FILES = 512  # Files and connections of a process besides its open shards.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
 
@@ -72,9 +67,29 @@ class ShardCache:
         self._shards: dict[int, Shard | Future[Shard]] = {}
         # Shards to fetch and verify, with their futures. The thread that takes None ends.
         self._queue: queue.SimpleQueue[tuple[int, Future[Shard]] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(fetch_threads)]
+        self._threads = [threading.Thread(target=self._open_queued_shards, daemon=True) for _ in range(fetch_threads)]
         for thread in self._threads:
             thread.start()
+
+    def prefetch(self, shard_indices: Iterable[int]) -> None:
+        """Begin to fetch and verify shards in the background, in this order; skip shards that are open or queued.
+
+        With `peers`, shards that other nodes wait for come first. If a fetch fails, `open` tries it again. The cache
+        keeps the shards until `keep_only` drops them, unless the disk becomes full.
+        """
+        new_indices = [index for index in dict.fromkeys(map(int, shard_indices)) if index not in self._shards]
+        if not new_indices:
+            return
+        peers = self._peers
+        if peers is not None:
+            # Other nodes wait for the shards that this node fetches for them, so these come first.
+            new_indices.sort(key=lambda index: peers.distance(self.corpora.shards[index].entry.sha256))
+        futures: list[Future[Shard]] = [Future() for _ in new_indices]
+        self._shards.update(zip(new_indices, futures, strict=True))
+        # This must come before the downloads begin, because they may delete shards to make room.
+        self._protect_wanted()
+        for item in zip(new_indices, futures, strict=True):
+            self._queue.put(item)
 
     def open(self, shard_index: int) -> Shard:
         """Return a shard, verified and mapped into memory, by its index in `corpora.shards`; wait for it if necessary.
@@ -84,27 +99,25 @@ class ShardCache:
         """
         shard = self._shards.get(shard_index)
         # Every batch asks for all shards of its window, so one that is open must cost nothing.
-        return shard if isinstance(shard, Shard) else self._fetched(shard_index)
+        return shard if isinstance(shard, Shard) else self._wait_until_open(shard_index)
 
-    @waits
-    def _fetched(self, shard_index: int) -> Shard:
-        queued = self._shards.get(shard_index)
-        if isinstance(queued, Future) and queued.done() and isinstance(queued.exception(), (UserError, OSError)):
-            # What made it fail while it was fetched ahead may be gone: a disk has room after other shards are closed.
-            del self._shards[shard_index]
-        self.prefetch([shard_index])
-        queued = self._shards[shard_index]
-        assert isinstance(queued, Future)
-        return self._wait_for(shard_index, queued)
+    def keep_only(self, shard_indices: Iterable[int]) -> None:
+        """Close all shards except these and cancel their downloads, but complete a download that has begun.
 
-    def _wait_for(self, index: int, queued: Future[Shard]) -> Shard:
-        try:
-            shard = self.patience.wait_for(queued)  # raises the background thread's error
-        except BaseException:
-            del self._shards[index]  # A later call tries again.
-            raise
-        self._shards[index] = shard
-        return shard
+        The node's cache may delete a shard once no process has it open.
+        """
+        for index in self._shards.keys() - set(map(int, shard_indices)):
+            self._drop(index)
+        self._protect_wanted()
+
+    def close(self) -> None:
+        """Close all shards and wait up to two seconds for the threads to end; the owner must call it."""
+        self.keep_only([])
+        for _ in self._threads:
+            self._queue.put(None)  # Each thread ends at the first None that it takes.
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def read_rows(self, shard_of_row: NDArray[np.int64], row_in_shard: NDArray[np.int64]) -> NDArray[Any]:
         """Return verified copies of rows from any shards, [k, seq_len]; open the shards that are not open yet.
@@ -146,6 +159,24 @@ class ShardCache:
             count_V += np.bincount(ids_RS.reshape(-1), minlength=vocab_size)
         return count_V
 
+    @waits
+    def _wait_until_open(self, index: int) -> Shard:
+        """Wait for the thread that opens a shard, which is queued if it is not; one that has failed is tried again."""
+        queued = self._shards.get(index)
+        if isinstance(queued, Future) and queued.done() and isinstance(queued.exception(), (UserError, OSError)):
+            # What made it fail while it was fetched ahead may be gone: a disk has room after other shards are closed.
+            del self._shards[index]
+        self.prefetch([index])
+        queued = self._shards[index]
+        assert isinstance(queued, Future)
+        try:
+            shard = self.patience.wait_for(queued)  # raises the background thread's error
+        except BaseException:
+            del self._shards[index]  # A later call tries again.
+            raise
+        self._shards[index] = shard
+        return shard
+
     def _verify_again(self, index: int, shard: Shard, row: int) -> None:
         """Close a shard whose row number `row` has changed on the disk, and open it again, which verifies it.
 
@@ -165,35 +196,6 @@ class ShardCache:
         outcome = "fetched again" if self.node_cache.refetches > refetches_before else "verified again and good"
         print(printable(f"{shard.path}: {place}; {outcome}, and the reading goes on"), file=sys.stderr, flush=True)
 
-    def prefetch(self, shard_indices: Iterable[int]) -> None:
-        """Begin to fetch and verify shards in the background, in this order; skip shards that are open or queued.
-
-        With `peers`, shards that other nodes wait for come first. If a fetch fails, `open` tries it again. The cache
-        keeps the shards until `keep_only` drops them, unless the disk becomes full.
-        """
-        new_indices = [index for index in dict.fromkeys(map(int, shard_indices)) if index not in self._shards]
-        if not new_indices:
-            return
-        if self._peers is not None:
-            # Other nodes wait for the shards that this node fetches for them, so these come first.
-            peers = self._peers
-            new_indices.sort(key=lambda index: peers.distance(self.corpora.shards[index].entry.sha256))
-        futures: list[Future[Shard]] = [Future() for _ in new_indices]
-        self._shards.update(zip(new_indices, futures, strict=True))
-        # This must come before the downloads begin, because they may delete shards to make room.
-        self._protect_wanted()
-        for item in zip(new_indices, futures, strict=True):
-            self._queue.put(item)
-
-    def keep_only(self, shard_indices: Iterable[int]) -> None:
-        """Close all shards except these and cancel their downloads, but complete a download that has begun.
-
-        The node's cache may delete a shard once no process has it open.
-        """
-        for index in self._shards.keys() - set(map(int, shard_indices)):
-            self._drop(index)
-        self._protect_wanted()
-
     def _drop(self, index: int) -> None:
         shard = self._shards.pop(index)
         if isinstance(shard, Shard):
@@ -205,106 +207,19 @@ class ShardCache:
         """Keep the node's cache from deleting shards that are open or queued."""
         self.node_cache.wanted = frozenset(self.corpora.shards[index].entry.sha256 for index in self._shards)
 
-    def close(self) -> None:
-        """Close all shards and wait up to two seconds for the threads to end; the owner must call it."""
-        self.keep_only([])
-        for _ in self._threads:
-            self._queue.put(None)  # Each thread ends at the first None that it takes.
-        deadline = time.monotonic() + _CLOSE_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _work(self) -> None:
-        """Fetch, verify and open queued shards until the queue yields None; the body of each background thread."""
+    def _open_queued_shards(self) -> None:
+        """Open queued shards, which fetches and verifies them, until the queue yields None: the work of a thread."""
         while (item := self._queue.get()) is not None:
             index, future = item
             was_cancelled = not future.set_running_or_notify_cancel()
             if was_cancelled:
                 continue
             try:
-                shard = self._open(self.corpora.shards[index])
+                shard = open_verified(self.corpora.shards[index], self.corpora, self.node_cache)
             except BaseException as error:  # noqa: BLE001 - `open` raises it in the loader's thread.
                 future.set_exception(error)
             else:
                 future.set_result(shard)
-
-    def _open(self, shard: StoredShard) -> Shard:
-        """Open and verify a shard: a local one in place, one on S3 in the cache of the node, which fetches it."""
-        local_path = shard.local_path
-        if local_path is None:
-            return self._open_cached(shard)
-        opened = self._open_file(local_path, shard.entry, is_cached=False)
-        if opened is None:
-            raise ManifestMismatch(
-                f"{local_path}: not the shard that corpus.json lists, which has {shard.entry.bytes} bytes and sha256 "
-                f"{shard.entry.sha256[:12]}...; restore the file or build the corpus again"
-            )
-        return opened
-
-    def _open_cached(self, shard: StoredShard) -> Shard:
-        path = self.node_cache.path(shard.entry)
-        num_wrong = 0
-        num_deleted = 0  # times that another process has evicted the shard between its fetch and its opening
-        while num_wrong < _READINGS and num_deleted < _READINGS:
-            self.node_cache.ensure(shard, verify=num_wrong > 0)
-            try:
-                opened = self._open_file(path, shard.entry, is_cached=True)
-            except StoreMissing:
-                num_deleted += 1
-                continue
-            if opened is not None:
-                return opened
-            num_wrong += 1
-        if num_deleted == _READINGS:
-            raise StoreAway(
-                f"{path}: deleted {_READINGS} times in a row before it could be opened, because other processes need "
-                "its place; free space there, raise data.cache_limit_gb, or set data.cache_dir to a larger disk"
-            )
-        raise StoreExhausted(
-            f"{path}: wrong bytes {_READINGS} times in a row, although those that were fetched were right; test the "
-            "memory and the disk of this node, or set data.cache_dir to another disk"
-        )
-
-    def _open_file(self, path: Path, entry: ShardEntry, *, is_cached: bool) -> Shard | None:
-        """Open and verify the shard in a file; return None if its size or SHA-256 differs from the manifest entry.
-
-        Raises ManifestMismatch if the file is the listed one, but is no shard or has another number of rows. A file
-        that `is_cached` is locked against deletion, and its time of last use is set.
-        """
-        with readable(path):
-            if path.stat().st_size != entry.bytes:
-                return None
-        try:
-            shard = Shard(path, self.corpora.seq_len, self.corpora.numpy_dtype, lock=is_cached, verify=True)
-        except ManifestMismatch:
-            if file_sha256(path) == entry.sha256:
-                raise
-            return None
-        if shard.sha256 != entry.sha256:
-            shard.close()
-            return None
-        if shard.num_rows != entry.rows:
-            shard.close()
-            raise ManifestMismatch(
-                f"{path}: has {shard.num_rows} rows, but corpus.json lists {entry.rows}; build the corpus "
-                f"again, or delete corpus.json and run `electra-dist corpus index`"
-            )
-        if is_cached:
-            with contextlib.suppress(OSError):  # evicted meanwhile, or on a disk that is now read-only
-                os.utime(path)  # the time of its last use
-        return shard
-
-
-def _allow_open_files(num_files: int) -> None:
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft_limit != resource.RLIM_INFINITY and soft_limit < num_files:
-        new_limit = num_files if hard_limit == resource.RLIM_INFINITY else min(num_files, hard_limit)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
-
-
-def _close_result(future: Future[Shard]) -> None:
-    if future.exception() is None:
-        future.result().close()
 
 
 def open_cache(corpora: Corpora, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:
@@ -331,3 +246,15 @@ def rows_of_shards(corpora: Corpora, shard_indices: Iterable[int]) -> Iterator[t
         contextlib.closing(ShardCache(corpora, Path(folder), fetch_threads=1, limit_bytes=0)) as cache,
     ):
         yield from cache.whole_shards(shard_indices)
+
+
+def _allow_open_files(num_files: int) -> None:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < num_files:
+        new_limit = num_files if hard_limit == resource.RLIM_INFINITY else min(num_files, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
+
+
+def _close_result(future: Future[Shard]) -> None:
+    if future.exception() is None:
+        future.result().close()

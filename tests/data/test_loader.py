@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.fault_server import DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
+from electra_dist.data import shard_cache
 from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
+from electra_dist.data.open_shard import open_verified
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.data.shard_cache import ShardCache
@@ -137,15 +139,14 @@ def test_rows_that_a_disk_refused_for_a_while_are_those_of_the_order(
 ) -> None:
     """Every shard fails twice, as on a disk that does not respond; the loader reads it again until it is there."""
     refusals: Counter[str] = Counter()
-    open_shard = ShardCache._open
 
-    def refuse_twice(self: ShardCache, shard: StoredShard) -> Shard:
+    def refuse_twice(shard: StoredShard, *arguments: Any) -> Shard:
         refusals[shard.url] += 1
         if refusals[shard.url] <= 2:
             raise StoreAway(f"{shard.url}: input/output error; check the disk")
-        return open_shard(self, shard)
+        return open_verified(shard, *arguments)
 
-    monkeypatch.setattr(ShardCache, "_open", refuse_twice)
+    monkeypatch.setattr(shard_cache, "open_verified", refuse_twice)
     waits: list[float] = []
     patience = Patience(600.0, lambda line: None, pace=Pace(longest_pause_s=0.01))
     cache = ShardCache(Corpora.of(open_store(corpus.store.url, None, patience), corpus.manifest), tmp_path)

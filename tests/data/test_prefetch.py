@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from support.remote_store import Remote
 
-from electra_dist.data.corpora import Corpora, StoredShard
+from electra_dist.data import shard_cache
+from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
+from electra_dist.data.open_shard import open_verified
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.data.shard_cache import ShardCache
@@ -89,14 +91,13 @@ def test_an_error_of_the_disk_is_met_again_only_if_it_is_still_there(
 ) -> None:
     corpus = build_corpus(open_store(str(tmp_path / "corpus")), [ROWS])
     errors = [OSError(errno.EIO, "Input/output error")] * 2
-    open_shard = ShardCache._open
 
-    def failing(self: ShardCache, shard: StoredShard) -> Shard:
+    def failing(*arguments: Any) -> Shard:
         if errors:
             raise errors.pop()
-        return open_shard(self, shard)
+        return open_verified(*arguments)
 
-    monkeypatch.setattr(ShardCache, "_open", failing)
+    monkeypatch.setattr(shard_cache, "open_verified", failing)
     with closing(ShardCache(Corpora.of(Remote(tmp_path / "corpus"), corpus.manifest), tmp_path / "cache")) as cache:
         for _ in range(len(errors)):
             with pytest.raises(StorageLost, match="Input/output error"):
