@@ -1,14 +1,7 @@
-"""Name a checkpoint in a store, list the checkpoints of several stores, and read manifests and headers.
+"""Name a checkpoint in a store, list the checkpoints of several stores, read their manifests, and set them aside.
 
 A store that receives checkpoints holds each in a folder such as step-00000400-a0003 (`manifest.py`). A checkpoint
 exists once its manifest does.
-
-Guarantee: whoever reads the checkpoints of a run folder outside a start of the run (export, fine-tuning, another run
-that begins with the weights, a verification, a repair) compares their identity and corpus with the folder first
-(`Owner`). A checkpoint of another run is refused in one line, and nothing is changed.
-
-Limits: a start compares more, and sets aside what is not its own (`restore.check_belongs`). A run folder without
-identity.json does not say which corpus it used, so nothing is compared.
 """
 
 from __future__ import annotations
@@ -18,11 +11,11 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, RunState, TensorEntry, tensors_of_header
+from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, tensors_of_header
 from electra_dist.config import Config
 from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store, in_parallel
@@ -213,6 +206,24 @@ def checkpoints_of_step(stores: Sequence[Store], step: int) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: -checkpoint.attempt)
 
 
+def set_all_aside(targets: Sequence[Store]) -> list[str]:
+    """Rename the manifest of every checkpoint in all stores, so that a run begins again at step 0; return log lines.
+    A checkpoint whose manifest was renamed before is marked, too, so that no repair restores it. Tensor files stay.
+    Call it on rank 0 only, while no save is under way.
+    """
+    reason = f"{WITHDRAWN}the run was begun again from scratch"
+    lines = []
+    for target in targets:
+        for key in target.list("step-"):
+            folder, _, name = key.partition("/")
+            if name == SET_ASIDE:  # as damaged, by an earlier load; it must not be restored either
+                target.write(f"{folder}/{SET_ASIDE_REASON}", f"{reason}\n".encode())
+        for checkpoint in reversed(checkpoints([target])):
+            checkpoint.set_aside(reason)
+            lines.append(f"checkpoint {checkpoint.url} is set aside, because the run begins again from scratch")
+    return lines
+
+
 def open_targets(config: Config, patience: Patience | None = None) -> list[Store]:
     """Open the stores that receive every checkpoint, in the order in which a load tries them. Nothing is read yet.
     Raises UserError if a URL is malformed, or if S3 is named and boto3 is not installed.
@@ -241,50 +252,3 @@ def check_targets(targets: Sequence[Store]) -> None:
                 f"checkpoint.targets: {targets[first].url} and {targets[number].url} are the same place; name each "
                 f"place once, because every checkpoint is written to each of them"
             )
-
-
-class OtherRun(UserError):
-    """Error for a checkpoint of another run, found in a folder or store that belongs to this run."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The run that must have written a checkpoint, known by digests that every manifest records."""
-
-    identities: frozenset[str]  # digests of its identity, one for each version of its arithmetic (`numerics`)
-    corpora: frozenset[str]  # fingerprint of its corpus
-
-    def fault(self, state: RunState) -> str:
-        """Return why a checkpoint with this state is not of this run, or "" if it is."""
-        if state.identity_sha256 not in self.identities:
-            return "a run with another config (model, objective, optimizer, seed, steps, batch) wrote it"
-        if state.corpus_fingerprint not in self.corpora:
-            return "a run with another corpus wrote it"
-        return ""
-
-    def check(self, state: RunState, url: str) -> None:
-        """Raise OtherRun if another run wrote the checkpoint that holds `state`; the message begins with `url`."""
-        fault = self.fault(state)
-        if fault:
-            raise OtherRun(
-                f"{url}: the checkpoint of step {state.step:,} is not of this run: {fault}; put back the checkpoints "
-                f"of this run, or correct checkpoint.targets in its config.yaml"
-            )
-
-    def check_all(self, targets: Sequence[Store]) -> None:
-        """Raise OtherRun if another run wrote a checkpoint in these stores; skip damaged manifests."""
-        for checkpoint in checkpoints(targets):
-            try:
-                state = checkpoint.manifest().state
-            except (TornCheckpoint, StoreMissing):
-                continue
-            self.check(state, checkpoint.store.url)
-
-
-def owner_of(config: Config, identity: Mapping[str, Any]) -> Owner | None:
-    """Return the run of a run folder, by its config and the content of its identity.json; None if that is empty."""
-    if not identity:
-        return None
-    numerics = {*range(1, config.numerics + 1), identity["numerics"]}
-    identities = frozenset(config.identity_sha256(number) for number in numerics)
-    return Owner(identities, frozenset([identity["corpus_fingerprint"]]))

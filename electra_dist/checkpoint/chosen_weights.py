@@ -21,7 +21,6 @@ import torch
 
 from electra_dist.checkpoint.checkpoint import (
     Checkpoint,
-    Owner,
     checkpoints,
     checkpoints_of_step,
     copies_of_each,
@@ -29,6 +28,7 @@ from electra_dist.checkpoint.checkpoint import (
 )
 from electra_dist.checkpoint.commit import best_first, held_out_score
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.owner import Owner
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreError, TornCheckpoint, UserError

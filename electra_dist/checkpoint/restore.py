@@ -25,16 +25,14 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from electra_dist.checkpoint.checkpoint import (
-    SET_ASIDE,
-    SET_ASIDE_REASON,
     WITHDRAWN,
     Checkpoint,
-    Owner,
     checkpoints,
     copies_of_each,
     first_good,
 )
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.owner import Discarded, check_resumable
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
@@ -42,24 +40,10 @@ from electra_dist.errors import StorageLost, StoreError, StoreMissing, TornCheck
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
 
-# Fields of RunState in which a checkpoint must equal the run, too -> what differs otherwise, for the message.
-_FURTHER_FIELDS_OF_A_RUN = {
-    "shapes": "other parameter shapes",
-    "shared": "other shared parameters",
-}
-
-
-class _Discarded(TornCheckpoint):
-    """Error for a checkpoint that a later rollback has discarded: it was trained on steps that the run now skips."""
-
-
-# Why a rank cannot load a checkpoint -> the error that all ranks raise. The first two prove damage, or that the
-# checkpoint is of no use to this run; after the others it may be good.
+# Errors of which one is raised on all ranks if a rank cannot load a checkpoint, by the names that ranks exchange. The
+# first two prove damage, or that the checkpoint is of no use to this run; after the others it may be good.
 _ERRORS: Mapping[str, type[TornCheckpoint | StoreError]] = {
-    "discarded": _Discarded,
-    "damaged": TornCheckpoint,
-    "away": StorageLost,
-    "unreadable": StoreError,
+    error.__name__: error for error in (Discarded, TornCheckpoint, StorageLost, StoreError)
 }
 
 
@@ -96,9 +80,21 @@ def load_newest(
         ]
         set_aside = [_set_aside(unusable, error, good.copy) for unusable, error in rejected.items()]
         return Loaded(good.content, set_aside, notes)
-    if not all(isinstance(error, _Discarded) for error in rejected.values()):
+    if not all(isinstance(error, Discarded) for error in rejected.values()):
         raise _none_is_good(rejected)
     return Loaded(None, [_set_aside(discarded, error, None) for discarded, error in rejected.items()], [])
+
+
+def _candidates(targets: Sequence[Store]) -> list[list[Checkpoint]]:
+    """Return the checkpoints that rank 0 finds, newest first, each as a list of its copies. Collective."""
+
+    def find() -> list[list[int]]:
+        return [
+            [checkpoint.step, checkpoint.attempt, targets.index(checkpoint.store)]
+            for checkpoint in checkpoints(targets)
+        ]
+
+    return copies_of_each([Checkpoint(step, attempt, targets[target]) for step, attempt, target in from_rank_0(find)])
 
 
 def _read(
@@ -114,86 +110,34 @@ def _read(
     own_error: list[str] | None = None
     try:
         reader = CheckpointReader(checkpoint)
-        check_belongs(reader.manifest.state, expected, older_identities, stopped)
+        check_resumable(reader.manifest.state, expected, older_identities, stopped)
         # With W ranks, this rank checks every W-th file.
         faults = reader.fill(fragments, check=reader.manifest.files[dist.get_rank() :: dist.get_world_size()])
         if faults:
-            own_error = ["damaged", faults[0]]
-    except (TornCheckpoint, StoreMissing) as error:
-        own_error = ["discarded" if isinstance(error, _Discarded) else "damaged", str(error)]
-    except StoreError as error:
-        own_error = ["away" if is_worth_waiting_for(error) else "unreadable", str(error)]
+            raise TornCheckpoint(faults[0])
+    except (TornCheckpoint, StoreError) as error:
+        own_error = [_error_of_all(error).__name__, str(error)]
     # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
-    errors = [_ERRORS[kind](text) for kind, text in filter(None, gather(own_error))]
+    errors = [_ERRORS[name](text) for name, text in filter(None, gather(own_error))]
     if errors:
         raise min(errors, key=lambda error: not isinstance(error, TornCheckpoint))
     return reader.manifest.state
 
 
-def _candidates(targets: Sequence[Store]) -> list[list[Checkpoint]]:
-    """Return the checkpoints that rank 0 finds, newest first, each as a list of its copies. Collective."""
-
-    def find() -> list[list[int]]:
-        return [
-            [checkpoint.step, checkpoint.attempt, targets.index(checkpoint.store)]
-            for checkpoint in checkpoints(targets)
-        ]
-
-    return copies_of_each([Checkpoint(step, attempt, targets[target]) for step, attempt, target in from_rank_0(find)])
-
-
-def set_all_aside(targets: Sequence[Store]) -> list[str]:
-    """Rename the manifest of every checkpoint in all stores, so that a run begins again at step 0; return log lines.
-    A checkpoint whose manifest was renamed before is marked, too, so that no repair restores it. Tensor files stay.
-    Call it on rank 0 only, while no save is under way.
-    """
-    reason = f"{WITHDRAWN}the run was begun again from scratch"
-    lines = []
-    for target in targets:
-        for key in target.list("step-"):
-            folder, _, name = key.partition("/")
-            if name == SET_ASIDE:  # as damaged, by an earlier load; it must not be restored either
-                target.write(f"{folder}/{SET_ASIDE_REASON}", f"{reason}\n".encode())
-        for checkpoint in reversed(checkpoints([target])):
-            checkpoint.set_aside(reason)
-            lines.append(f"checkpoint {checkpoint.url} is set aside, because the run begins again from scratch")
-    return lines
-
-
-def check_belongs(
-    found: RunState, expected: RunState, older_identities: Collection[str] = (), stopped: Collection[int] = ()
-) -> None:
-    """Raise TornCheckpoint if this run cannot resume from a checkpoint: another run wrote it, or skipped steps differ.
-    Skipped steps after the checkpoint do not matter, nor do its step and world size. The error is `_Discarded` if the
-    difference comes from a rollback of this run: the checkpoint was trained on steps that `stopped` contains.
-    """
-    identities = frozenset([expected.identity_sha256, *older_identities])
-    fault = Owner(identities, frozenset([expected.corpus_fingerprint])).fault(found)
-    for field, description in _FURTHER_FIELDS_OF_A_RUN.items():
-        if not fault and getattr(found, field) != getattr(expected, field):
-            fault = f"a run with {description} wrote it"
-    if fault:
-        raise TornCheckpoint(
-            f"this run cannot resume from the checkpoint, because {fault}; set run_dir and checkpoint.targets to "
-            f"folders that only this run uses"
-        )
-    # Steps that the run will skip after the checkpoint do not matter to it.
-    expected_skips = tuple(step for step in expected.skipped if step < found.step)
-    if found.skipped != expected_skips:
-        trained_on = set(expected_skips) - set(found.skipped)
-        if set(found.skipped) < set(expected_skips) and trained_on <= set(stopped):
-            raise _Discarded("a rollback has discarded it, because it was trained on steps that the run skips since")
-        raise TornCheckpoint(
-            "this run skips other steps now than the run that wrote the checkpoint did up to its step; restore "
-            "train.skip_steps in the config and skipped_steps.json in the run folder"
-        )
+def _error_of_all(own_error: TornCheckpoint | StoreError) -> type[TornCheckpoint | StoreError]:
+    """Return which of `_ERRORS` stands for the error that one rank has met."""
+    if isinstance(own_error, Discarded):
+        return Discarded
+    if isinstance(own_error, (TornCheckpoint, StoreMissing)):
+        return TornCheckpoint
+    return StorageLost if is_worth_waiting_for(own_error) else StoreError
 
 
 def _set_aside(unusable: Checkpoint, fault: Exception, used: Checkpoint | None) -> str:
     """Rename the manifest of an unusable checkpoint on rank 0, and return the line for the log. Collective.
     `used` is the checkpoint that was loaded instead; None if the run begins again at step 0.
     """
-    is_discarded = isinstance(fault, _Discarded)
+    is_discarded = isinstance(fault, Discarded)
     reason = f"{WITHDRAWN}{fault}" if is_discarded else str(fault)
     from_rank_0(lambda: unusable.set_aside(reason))
     line = f"checkpoint {unusable.url} is set aside: {fault}"

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.checkpoint.checkpoint import check_targets, checkpoints
-from electra_dist.checkpoint.restore import set_all_aside
+from electra_dist.checkpoint.checkpoint import check_targets, checkpoints, set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect

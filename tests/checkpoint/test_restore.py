@@ -11,10 +11,10 @@ import torch
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name
 
-from electra_dist.checkpoint.checkpoint import SET_ASIDE
+from electra_dist.checkpoint.checkpoint import SET_ASIDE, set_all_aside
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.checkpoint.manifest import MANIFEST, RunState
-from electra_dist.checkpoint.restore import load_newest, set_all_aside
+from electra_dist.checkpoint.restore import load_newest
 from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreExhausted, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore

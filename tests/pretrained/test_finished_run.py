@@ -32,8 +32,8 @@ from transformers import AutoModel, AutoTokenizer, ElectraForMaskedLM, ElectraFo
 from typer.testing import CliRunner
 
 import electra_dist as ed
-from electra_dist.checkpoint.checkpoint import OtherRun
 from electra_dist.checkpoint.manifest import Manifest
+from electra_dist.checkpoint.owner import OtherRun
 from electra_dist.config.load import load_config
 from electra_dist.corpus.build_report import SourceNotes, make_report, write_report
 from electra_dist.corpus.counts import Counts

@@ -17,7 +17,7 @@ from support.real_runs import REPOSITORY, step_records, write_tiny_config
 from typer.testing import CliRunner
 
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.restore import check_belongs
+from electra_dist.checkpoint.owner import check_resumable
 from electra_dist.config import NUMERICS
 from electra_dist.config import config as config_module
 from electra_dist.config.load import load_config
@@ -137,10 +137,10 @@ def test_a_checkpoint_of_older_numerics_belongs_to_the_run_only_with_its_digest(
     found = small.state_at(10, identity_sha256="1" * 64)
     expected = small.state_at(0, identity_sha256="2" * 64)
     with pytest.raises(TornCheckpoint, match="another config"):
-        check_belongs(found, expected)
-    check_belongs(found, expected, ["1" * 64])
+        check_resumable(found, expected)
+    check_resumable(found, expected, ["1" * 64])
     with pytest.raises(TornCheckpoint, match="another corpus"):
-        check_belongs(found, expected.model_copy(update={"corpus_fingerprint": "other"}), ["1" * 64])
+        check_resumable(found, expected.model_copy(update={"corpus_fingerprint": "other"}), ["1" * 64])
 
 
 @pytest.mark.usefixtures("newer")

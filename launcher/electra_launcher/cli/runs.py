@@ -132,7 +132,7 @@ def _refuse_missing(run: Path) -> None:
 
 def _check_local_checkpoints(run: Path) -> None:
     """Raise a UserError if another run has written local checkpoints of `run`. Checkpoints on S3 are not checked."""
-    from electra_dist.checkpoint.checkpoint import owner_of
+    from electra_dist.checkpoint.owner import owner_of
     from electra_dist.run.folder import open_run, read_identity
     from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
