@@ -32,11 +32,11 @@ from electra_dist.finetune.task import Task
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.finetune.word_files import read_treebank
-from electra_dist.finetune.word_probes import Target, probe_words
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice
 from electra_dist.scoring.minimal_pairs import ALL, PairScore, score_minimal_pairs, score_sentence_pairs
 from electra_dist.scoring.pair_files import read_pair_files
 from electra_dist.scoring.trigram_model import TrigramModel
+from electra_dist.scoring.word_probes import Target, probe_words
 
 LoadGenerator = Callable[[], Pretrained]  # reads the generator that was trained with an encoder
 

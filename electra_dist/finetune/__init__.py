@@ -1,1 +1,1 @@
-"""Evaluate pretrained encoders: fine-tune them on GLUE, SQuAD or custom tasks, fit probes, score minimal pairs."""
+"""Evaluate pretrained encoders on labelled texts: fine-tune them on GLUE, SQuAD or custom tasks, or fit probes."""

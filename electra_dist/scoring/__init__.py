@@ -1,1 +1,1 @@
-"""Score text with a pretrained model and its pretraining head, without fine-tuning."""
+"""Evaluate pretrained models without fine-tuning: texts and minimal pairs by their heads, words by probes."""

@@ -14,9 +14,9 @@ from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
-from electra_dist.finetune import word_probes
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.hf import TowerName
+from electra_dist.scoring import word_probes
 
 
 def fake_pretrain(run: PlannedRun, ranks: int, pause: object) -> str:
