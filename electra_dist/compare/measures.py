@@ -82,7 +82,6 @@ class TaskMeasure(Measure):
         self.metric = task.metric
         self.at = entry.at
         self._task = task
-        self._unit = 0.01 if isinstance(task, SquadTask) else 1.0  # SQuAD's scores are in per cent
         self._entry = entry
         self._settings = settings
         self.digest = digest_of(
@@ -116,10 +115,10 @@ class TaskMeasure(Measure):
             task=self.name,
             mode=self.mode,
             metric=self.metric,
-            score=self._unit * median,
+            score=self._task.unit * median,
             failures=tuple(summary.failed.values()),
-            standard_error=None if nearest.standard_error is None else self._unit * nearest.standard_error,
-            items=None if nearest.items is None else nearest.items.in_unit(self._unit),
+            standard_error=None if nearest.standard_error is None else self._task.unit * nearest.standard_error,
+            items=None if nearest.items is None else nearest.items.in_unit(self._task.unit),
         )
 
 

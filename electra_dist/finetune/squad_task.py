@@ -210,6 +210,8 @@ _LABELS = {1: "v1.1", 2: "v2.0"}  # the version in the names of the official fil
 class SquadTask(Task):
     """Question answering on SQuAD, scored by the official F1 in per cent; for 2.0, at the best no-answer threshold."""
 
+    unit = 0.01
+
     def __init__(self, version: int, data: Path) -> None:
         """Read SQuAD `version` 1 or 2 from the folder `data` or `data`/squad; `self.notes` lists what was left out."""
         self.version = version

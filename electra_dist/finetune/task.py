@@ -51,6 +51,7 @@ class Task(abc.ABC):
 
     name: str  # as on the command line
     metric: str  # name of the score among the metrics
+    unit = 1.0  # of the metrics, as a fraction: 0.01 if they are in per cent
     digest: str  # sha256 of the data and of how they are read
     notes: list[str]  # remarks about the data for the user, one line each
     data: dict[str, Any]  # how the data were read, as JSON for finetune.json
