@@ -12,16 +12,52 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from electra_dist.report.panels import PANELS, CurveLine, baselines
 from electra_dist.run.metrics import EvalRecord, Metric, StepRecord
 
-MAX_BUCKETS = 600  # of a thinned curve; each gives two points
-MAX_SMOOTHED = 2400  # points of a curve before it is smoothed; a longer one is averaged down to them
-SMOOTHING_SPAN = 40  # points
+_MAX_BUCKETS = 600  # of a thinned curve; each gives two points
+_MAX_SMOOTHED = 2400  # points of a curve before it is smoothed; a longer one is averaged down to them
+_SMOOTHING_SPAN = 40  # points
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCurves:
+    """Recorded numbers of one run from which its diagrams are drawn."""
+
+    name: str  # of the run; shown where a diagram has several runs
+    columns: Mapping[str, MetricColumns]  # by kind of the records, from `columns_of`
+    resumes: Sequence[int] = ()  # steps at which the run was resumed from a checkpoint
+
+    @property
+    def last_step(self) -> float:
+        """Return the highest step of all records, or 0 if there are none."""
+        return max((columns.column("step").max() for columns in self.columns.values() if len(columns)), default=0)
+
+    def curve(self, line: CurveLine) -> Curve:
+        """Return the points of a line of a diagram."""
+        return self.columns[line.kind].curve(line.field)
+
+
+def columns_of(records: Iterable[Metric], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
+    """Collect from records of metrics.jsonl the columns of numbers for the diagrams, by kind: "train" and "eval".
+
+    Records are read one by one, so a long file is never in memory as a whole. `further_fields` are training fields
+    that get a column, too.
+    """
+    columns = {}
+    for kind in ("train", "eval"):
+        fields = [line.field for panel in PANELS for line in panel.lines if line.kind == kind]
+        columns[kind] = MetricColumns([*fields, *further_fields])
+    for record in records:
+        if isinstance(record, StepRecord):
+            columns["train"].append(vars(record) | baselines(record))
+        elif isinstance(record, EvalRecord):
+            columns["eval"].append(vars(record))
+    return columns
 
 
 class MetricColumns:
@@ -45,11 +81,11 @@ class MetricColumns:
         rows = np.frombuffer(self._numbers, dtype=np.float64).reshape(len(self), len(self._fields))
         return rows[:, self._fields.index(field)].copy()
 
-    def points(self, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return steps and values, float64 [k] each, of the k records in which a field is finite."""
+    def curve(self, field: str) -> Curve:
+        """Return the points of the records in which a field is finite."""
         values = self.column(field)
         is_finite = np.isfinite(values)
-        return self.column("step")[is_finite], values[is_finite]
+        return Curve(self.column("step")[is_finite], values[is_finite])
 
 
 def _number(value: object) -> float:
@@ -64,62 +100,53 @@ def _number(value: object) -> float:
         return math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunCurves:
-    """Recorded numbers of one run from which its diagrams are drawn."""
+class Curve(NamedTuple):
+    """Points of a curve in the order of the records: a step, and the finite value of a field."""
 
-    name: str  # of the run; shown where a diagram has several runs
-    columns: Mapping[str, MetricColumns]  # by kind of the records, from `columns_of`
-    resumes: Sequence[int] = ()  # steps at which the run was resumed from a checkpoint
+    steps: np.ndarray  # float64 [n]
+    values: np.ndarray  # float64 [n]
 
-    @property
-    def last_step(self) -> float:
-        """Return the highest step of all records, or 0 if there are none."""
-        return max((columns.column("step").max() for columns in self.columns.values() if len(columns)), default=0)
+    def smoothed(self) -> Curve:
+        """Return a smoothed curve of at most 2,400 points; a longer curve is first averaged over blocks of points.
 
+        A smoothed value has no lag: it is the mean of two exponential means, from the left and from the right, whose
+        lags are opposite and cancel. Weights fall by the factor 1 - 2 / (span + 1) per point of distance; the span is
+        40 points, for a short curve at most n / 10, but at least 1.
+        """
+        steps, values = self
+        if len(values) > _MAX_SMOOTHED:
+            steps = np.array([block.mean() for block in np.array_split(steps, _MAX_SMOOTHED)])
+            values = np.array([block.mean() for block in np.array_split(values, _MAX_SMOOTHED)])
+        span = min(_SMOOTHING_SPAN, max(1.0, len(values) / 10))
+        decay = 1 - 2 / (span + 1)
+        mean_from_left = _exponential_mean(values, decay)
+        mean_from_right = _exponential_mean(values[::-1], decay)[::-1]
+        return Curve(steps, (mean_from_left + mean_from_right) / 2)
 
-def columns_of(records: Iterable[Metric], further_fields: Sequence[str] = ()) -> dict[str, MetricColumns]:
-    """Collect from records of metrics.jsonl the columns of numbers for the diagrams, by kind: "train" and "eval".
+    def thinned(self, num_buckets: int = _MAX_BUCKETS) -> Curve:
+        """Return only both ends, and the lowest and the highest point of each of `num_buckets` pieces.
 
-    Records are read one by one, so a long file is never in memory as a whole. `further_fields` are training fields
-    that get a column, too.
-    """
-    columns = {}
-    for kind in ("train", "eval"):
-        fields = [line.field for panel in PANELS for line in panel.lines if line.kind == kind]
-        columns[kind] = MetricColumns([*fields, *further_fields])
-    for record in records:
-        if isinstance(record, StepRecord):
-            columns["train"].append(vars(record) | baselines(record))
-        elif isinstance(record, EvalRecord):
-            columns["eval"].append(vars(record))
-    return columns
+        A curve of at most 2 * `num_buckets` points is returned whole.
+        """
+        if len(self.values) <= 2 * num_buckets:
+            return self
+        last_index = len(self.values) - 1
+        selected = {0, last_index}
+        for bucket_indices in np.array_split(np.arange(len(self.values)), num_buckets):
+            bucket_values = self.values[bucket_indices]
+            selected.add(int(bucket_indices[bucket_values.argmin()]))
+            selected.add(int(bucket_indices[bucket_values.argmax()]))
+        return self._points_at(np.array(sorted(selected)))
 
+    def evenly_spaced(self, max_points: int) -> Curve:
+        """Return at most `max_points` points, evenly spaced by number, both ends included."""
+        num_points = len(self.values)
+        if num_points <= max_points:
+            return self
+        return self._points_at(np.unique(np.linspace(0, num_points - 1, max_points).round().astype(np.int64)))
 
-def series(run: RunCurves, line: CurveLine) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points of a line: steps and values, float64 [n] each, of the records in which its field is finite."""
-    return run.columns[line.kind].points(line.field)
-
-
-def smooth_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a smoothed curve of at most 2,400 points; a longer curve is first averaged over blocks of points."""
-    if len(values) > MAX_SMOOTHED:
-        steps = np.array([block.mean() for block in np.array_split(steps, MAX_SMOOTHED)])
-        values = np.array([block.mean() for block in np.array_split(values, MAX_SMOOTHED)])
-    return steps, smoothed(values)
-
-
-def smoothed(values: np.ndarray, span: float = SMOOTHING_SPAN) -> np.ndarray:
-    """Return the values [n] smoothed without lag: the mean of two exponential means, from the left and from the right.
-
-    The lags of both means are opposite and cancel. Weights fall by the factor 1 - 2 / (span + 1) per record of
-    distance; for a short curve, the span is at most n / 10, but at least 1.
-    """
-    used_span = min(span, max(1.0, len(values) / 10))
-    decay = 1 - 2 / (used_span + 1)
-    mean_from_left = _exponential_mean(values, decay)
-    mean_from_right = _exponential_mean(values[::-1], decay)[::-1]
-    return (mean_from_left + mean_from_right) / 2
+    def _points_at(self, indices: np.ndarray) -> Curve:
+        return Curve(self.steps[indices], self.values[indices])
 
 
 def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
@@ -132,27 +159,3 @@ def _exponential_mean(values: np.ndarray, decay: float) -> np.ndarray:
         weight_sum = decay * weight_sum + 1
         means[index] = weighted_sum / weight_sum
     return means
-
-
-def thinned(steps: np.ndarray, values: np.ndarray, num_buckets: int = MAX_BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Thin a curve: keep only both ends, and the lowest and the highest point of each of `num_buckets` pieces.
-
-    A curve of at most 2 * `num_buckets` points is returned whole.
-    """
-    if len(values) <= 2 * num_buckets:
-        return steps, values
-    last_index = len(values) - 1
-    selected = {0, last_index}
-    for bucket_indices in np.array_split(np.arange(len(values)), num_buckets):
-        bucket_values = values[bucket_indices]
-        selected.add(int(bucket_indices[bucket_values.argmin()]))
-        selected.add(int(bucket_indices[bucket_values.argmax()]))
-    indices = np.array(sorted(selected))
-    return steps[indices], values[indices]
-
-
-def evenly_spaced(length: int, max_points: int) -> np.ndarray:
-    """Return at most `max_points` indices of a sequence of `length` points, evenly spaced, both ends included."""
-    if length <= max_points:
-        return np.arange(length)
-    return np.unique(np.linspace(0, length - 1, max_points).round().astype(np.int64))

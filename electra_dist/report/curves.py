@@ -28,7 +28,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from electra_dist.escapes import html_text
-from electra_dist.report.curve_points import RunCurves, columns_of, evenly_spaced, series, smooth_curve, thinned
+from electra_dist.report.curve_points import Curve, RunCurves, columns_of
 from electra_dist.report.panels import PANELS, CurveLine, Panel
 from electra_dist.report.plot_style import (
     INK,
@@ -135,8 +135,7 @@ def _has_values(panel: Panel, runs: Sequence[RunCurves]) -> bool:
     """Return whether a run has recorded a value of a line of the diagram; baselines do not count."""
     for run in runs:
         for line in panel.lines:
-            steps, _values = series(run, line)
-            if len(steps) and not line.is_baseline:
+            if not line.is_baseline and len(run.curve(line).steps):
                 return True
     return False
 
@@ -149,26 +148,25 @@ def _hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]
     lines = []
     for number, run in enumerate(runs):
         for line in panel.lines:
-            steps, values = series(run, line)
+            curve = run.curve(line)
             is_left_out = line.is_baseline and len(runs) > 1
-            if not len(steps) or is_left_out:
+            if not len(curve.steps) or is_left_out:
                 continue
             label = line.label if len(runs) == 1 else f"{run.name}: {line.label}"
             color = line_color(line) if len(runs) == 1 else SERIES[number]
-            lines.append({"label": label, "color": VARIABLES[color], **_hover_points(line, steps, values)})
+            lines.append({"label": label, "color": VARIABLES[color], **_hover_points(line, curve)})
     return lines
 
 
-def _hover_points(line: CurveLine, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+def _hover_points(line: CurveLine, curve: Curve) -> dict[str, Any]:
     """Return "steps", "values" and, for a line that is drawn smoothed, "smooth" of evenly spaced points."""
-    chosen = evenly_spaced(len(steps), MAX_HOVER_POINTS)
+    chosen = curve.evenly_spaced(MAX_HOVER_POINTS)
     points: dict[str, Any] = {
-        "steps": [int(step) for step in steps[chosen]],
-        "values": [_rounded(value) for value in values[chosen]],
+        "steps": [int(step) for step in chosen.steps],
+        "values": [_rounded(value) for value in chosen.values],
     }
     if line.kind == "train" and line.smooth:
-        smooth_steps, smooth_values = smooth_curve(steps, values)
-        smooth_at_chosen = np.interp(steps[chosen], smooth_steps, smooth_values)
+        smooth_at_chosen = np.interp(chosen.steps, *curve.smoothed())
         points["smooth"] = [_rounded(value) for value in smooth_at_chosen]
     return points
 
@@ -234,13 +232,13 @@ def _draw_overlay(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:
     drawn_lines: dict[CurveLine, Line2D] = {}
     for number, run in enumerate(runs):
         for line in lines:
-            steps, values = series(run, line)
-            if not values.size:
+            curve = run.curve(line)
+            if not len(curve.steps):
                 continue
             if line.kind == "train" and line.smooth:
-                steps, values = smooth_curve(steps, values)
+                curve = curve.smoothed()
             style = _overlay_style(line)
-            axes.plot(*thinned(steps, values), color=SERIES[number], **style)
+            axes.plot(*curve.thinned(), color=SERIES[number], **style)
             drawn_lines[line] = Line2D([], [], color=INK, label=line.label, **style)
     _draw_chance(axes, panel, SOFT)
     _format_axes(axes, panel, runs)
@@ -272,22 +270,21 @@ def _draw_chance(axes: Axes, panel: Panel, color: str) -> None:
 
 def _draw_line(axes: Axes, line: CurveLine, run: RunCurves, color: str) -> None:
     """Draw one line of a diagram: evaluations as joined points, training steps raw, smoothed, or both."""
-    steps, values = series(run, line)
-    if not values.size:
+    curve = run.curve(line)
+    if not len(curve.steps):
         return
     if line.kind == "eval":
-        axes.plot(*thinned(steps, values), color=color, marker="o", markersize=3, linewidth=1, label=line.label)
+        axes.plot(*curve.thinned(), color=color, marker="o", markersize=3, linewidth=1, label=line.label)
         return
     if line.is_baseline:
-        smooth_points = thinned(*smooth_curve(steps, values))
-        axes.plot(*smooth_points, color=color, linewidth=0.9, linestyle="--", label=line.label)
+        axes.plot(*curve.smoothed().thinned(), color=color, linewidth=0.9, linestyle="--", label=line.label)
         return
     if line.raw and line.smooth:
-        axes.plot(*thinned(steps, values), color=color, alpha=0.3, linewidth=0.7)
+        axes.plot(*curve.thinned(), color=color, alpha=0.3, linewidth=0.7)
     elif line.raw:
-        axes.plot(*thinned(steps, values), color=color, linewidth=1.5, label=line.label)
+        axes.plot(*curve.thinned(), color=color, linewidth=1.5, label=line.label)
     if line.smooth:
-        axes.plot(*thinned(*smooth_curve(steps, values)), color=color, linewidth=1.5, label=line.label)
+        axes.plot(*curve.smoothed().thinned(), color=color, linewidth=1.5, label=line.label)
 
 
 def _format_axes(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> None:

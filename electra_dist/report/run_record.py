@@ -85,7 +85,7 @@ class MetricsHistory:
 
     def median(self, field: str) -> float | None:
         """Return the median of a field over the records of training steps that have it; None if none has."""
-        _, values = self.columns["train"].points(field)
+        values = self.columns["train"].curve(field).values
         return float(np.median(values)) if len(values) else None
 
     def power_readings(self) -> Iterator[PowerReading]:

@@ -43,7 +43,7 @@ def test_curves_and_figures_of_a_long_run_are_those_of_all_its_records(run: Path
             values = [record.get(line.field) for record in records if record["kind"] == line.kind]
             floats = [math.nan if value is None else NON_FINITE.get(value, value) for value in values]
             finite = [value for value in floats if math.isfinite(value)]
-            assert read.curves.columns[line.kind].points(line.field)[1].tolist() == finite
+            assert read.curves.columns[line.kind].curve(line.field).values.tolist() == finite
     assert read.metrics.median("tokens_per_s") == statistics.median(record["tokens_per_s"] for record in train)
     assert read.metrics.mean("data_wait") == statistics.fmean(record["data_wait"] for record in train)
     assert read.metrics.first is not None and read.metrics.first.fields() == train[0]

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.model.counts import parameter_counts
-from electra_dist.report.curve_points import RunCurves, columns_of, smooth_curve, smoothed, thinned
+from electra_dist.report.curve_points import Curve, RunCurves, columns_of
 from electra_dist.report.curves import draw_panel, write_curves_png
 from electra_dist.report.panels import PANELS, baselines, guessed_by_recall
 from electra_dist.report.report_page import write_report
@@ -450,7 +450,7 @@ def test_a_thinned_curve_has_points_of_the_curve_in_order_with_its_ends_and_extr
     step_distance = 10
     steps = np.arange(len(values), dtype=float) * step_distance
 
-    thin_steps, thin_values = thinned(steps, np.array(values), num_buckets)
+    thin_steps, thin_values = Curve(steps, np.array(values)).thinned(num_buckets)
 
     assert len(thin_values) <= 2 * num_buckets + 2
     assert list(thin_steps) == sorted(set(thin_steps))
@@ -465,7 +465,7 @@ def test_a_thinned_curve_has_points_of_the_curve_in_order_with_its_ends_and_extr
 def test_a_long_curve_is_averaged_before_it_is_smoothed():
     steps = np.arange(24_000.0)
 
-    smooth_steps, smooth_values = smooth_curve(steps, 5 + 0 * steps)
+    smooth_steps, smooth_values = Curve(steps, 5 + 0 * steps).smoothed()
 
     assert len(smooth_steps) == len(smooth_values) == 2400
     assert smooth_steps[:2] == pytest.approx([4.5, 14.5])
@@ -476,5 +476,5 @@ def test_smoothing_leaves_a_constant_as_it_is_and_does_not_lag_behind_a_line():
     constant = np.full(50, 3.0)
     line = np.arange(1001.0)
 
-    assert smoothed(constant) == pytest.approx(constant)
-    assert smoothed(line)[500] == pytest.approx(500, abs=1e-3)
+    assert Curve(line[:50], constant).smoothed().values == pytest.approx(constant)
+    assert Curve(line, line).smoothed().values[500] == pytest.approx(500, abs=1e-3)
