@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from electra_dist.corpus.builder.build_request import tokenizer_entry
 from electra_dist.data.manifest import (
     MANIFEST_KEY,
     CorpusManifest,
     ShardEntry,
+    TokenizerEntry,
     write_corpus_vocabulary,
     write_manifest,
 )
@@ -57,7 +57,7 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
     manifest = CorpusManifest(
         seq_len=seq_len,
         dtype="uint16" if dtype == np.uint16 else "uint32",
-        tokenizer=tokenizer_entry(vocabulary, lowercase),
+        tokenizer=TokenizerEntry.of(vocabulary, lowercase),
         builder={"indexed": True},
         totals={"rows": sum(entry.rows for entry in entries), "tokens": sum(entry.tokens for entry in entries)},
         shards=tuple(entries),

@@ -58,6 +58,17 @@ class TokenizerEntry(Section):
     lowercase: bool = Field(description="Whether the text was lower-cased and stripped of accents.")
     special: dict[str, int] = Field(description="Ids of [PAD], [UNK], [CLS], [SEP] and [MASK], by token.")
 
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
+        """Return the entry that describes a vocabulary. `lowercase` is recorded for WordPiece only."""
+        return cls(
+            sha256=vocabulary.sha256,
+            vocab_size=vocabulary.size,
+            vocab_file=VOCAB_FILE,
+            lowercase=lowercase and vocabulary.kind == "wordpiece",
+            special=vocabulary.special,
+        )
+
     @model_validator(mode="after")
     def _special_tokens_exist(self) -> TokenizerEntry:
         """Refuse a missing special token, a special token outside the vocabulary, and a vocab_file like ../x."""

@@ -124,7 +124,7 @@ class _PartOfBuild:
 
         Raises ManifestMismatch if the output holds another corpus.
         """
-        return self._records.take_finished_corpus(self._parameters, self._request.input_names()) is not None
+        return self._records.take_finished_corpus(self._parameters, self._request.inputs_identity()) is not None
 
     def run(self) -> int:
         """Read this part's inputs and write its shards; return how many of its shards earlier calls had finished.
@@ -154,10 +154,11 @@ class _PartOfBuild:
 
     def _read_and_make_rows(self) -> int:
         """Do what is not finished of this part; return the number of its shards that earlier calls had finished."""
-        self._keep_origins(self._records.begin(self._parameters, self._request.vocabulary.text, self._request.notes()))
+        request = self._request
+        self._keep_origins(self._records.begin(self._parameters, request.vocabulary.text, request.free_settings()))
         with self._console:
             order = self._records.order()
-            if order is not None and order.inputs_sha256 != self._request.input_names()["inputs_sha256"]:
+            if order is not None and order.inputs_sha256 != request.inputs_identity()["inputs_sha256"]:
                 raise self._inputs_changed()
             self._recorded = self._records.groups()
             changed = self._changed_groups()
@@ -273,7 +274,7 @@ class _PartOfBuild:
         row_bytes = total_bytes * sample.row_bytes_per_document_byte
         num_buckets, shards_per_bucket = divide_into_buckets(total_bytes, row_bytes / request.shard_bytes)
         return BuildOrder(
-            **request.input_names(),
+            **request.inputs_identity(),
             num_groups=len(self._groups),
             num_buckets=num_buckets,
             shards_per_bucket=shards_per_bucket,

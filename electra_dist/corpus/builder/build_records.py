@@ -59,8 +59,6 @@ from electra_dist.store.json_file import (
 )
 from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
 
-# Keys of the section `corpus` that affect neither the shards nor corpus.json, or that repeat what the vocabulary says.
-NO_PARAMETERS = ("origins", "licences", "max_unk_rate", "tokenizer")
 _SHARDS = "shard-"  # beginning of the shards' names
 _FOLDER = "progress/"
 _BUILD_KEY = _FOLDER + "build.json"
@@ -151,9 +149,8 @@ class BuildRecords:
     def take_finished_corpus(self, parameters: dict[str, Any], inputs: dict[str, Any]) -> CorpusManifest | None:
         """Return the manifest of a finished corpus, and delete what is left in progress/; None if it is not finished.
 
-        `parameters` (`BuildRequest.parameters`) and `inputs` (number and digest of the input files' names and sizes)
-        identify the corpus. Raises ManifestMismatch if the store holds a finished corpus of other parameters or
-        inputs.
+        `parameters` (`BuildRequest.parameters`) and `inputs` (`BuildRequest.inputs_identity`) identify the corpus.
+        Raises ManifestMismatch if the store holds a finished corpus of other parameters or inputs.
         """
         if not self._store.exists(MANIFEST_KEY):
             return None

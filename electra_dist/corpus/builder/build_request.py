@@ -16,13 +16,14 @@ from electra_kernels.keyed_random import Purpose, derive_seed
 
 from electra_dist.config import CorpusConfig
 from electra_dist.corpus.build_report import PreparedText, SourceNotes
-from electra_dist.corpus.builder.build_records import NO_PARAMETERS, BuildNotes
+from electra_dist.corpus.builder.build_records import BuildNotes
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.find_inputs import InputFile, num_with_content
-from electra_dist.data.manifest import TokenizerEntry
 from electra_dist.store.json_file import canonical_json
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
+from electra_dist.tokenizer import Vocabulary
 
+# Keys of the section `corpus` that affect neither the shards nor corpus.json, or that repeat what the vocabulary says.
+_NO_PARAMETERS = {"origins", "licences", "max_unk_rate", "tokenizer"}
 _BUILDER_VERSION = 1  # increase it when the same input begins to give other rows
 _EXAMPLES = 0  # number by which `example_seed` is derived from the seed of the corpus
 _ORDER = 1  # number by which `order_seed` is derived from it
@@ -33,20 +34,18 @@ _MAX_CHUNK_BYTES = 1 << 22  # 4 MiB
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
-    """Description of a corpus to build: its inputs, vocabulary, parameters and output.
+    """Description of a corpus to build: its inputs, vocabulary, parameters and output."""
 
-    All fields except `num_workers`, `output`, `endpoint_url`, `skipped_inputs`, `prepared`, `corpus.origins`,
-    `corpus.licences` and `corpus.max_unk_rate` decide the bytes of the corpus: a change of one of them needs another
-    output folder.
-    """
-
+    # What decides the bytes of the corpus: a change needs another output folder.
     inputs: Sequence[InputFile]  # in reading order, from `find_inputs`
     vocabulary: Vocabulary
-    output: str  # folder or s3://bucket/prefix
     seq_len: int  # tokens of a row
     seed: int  # decides the order of the documents, which are held out, and the examples' random draws
-    corpus: CorpusConfig
+    corpus: CorpusConfig  # all keys but `_NO_PARAMETERS`
     text_field: str = "text"  # field of a JSON line, or parquet column, that holds the text
+
+    # What does not decide them.
+    output: str  # folder or s3://bucket/prefix
     num_workers: int = 1  # processes; 1: the calling process does the work
     endpoint_url: str | None = None  # S3 endpoint; None: AWS
     skipped_inputs: Counts = field(default_factory=Counts)  # what the search for inputs left out
@@ -78,7 +77,7 @@ class BuildRequest:
 
         They are stored in corpus.json and, while the build is not finished, in progress/build.json.
         """
-        corpus = self.corpus.model_dump(mode="json", exclude=set(NO_PARAMETERS))
+        corpus = self.corpus.model_dump(mode="json", exclude=_NO_PARAMETERS)
         return {
             "version": _BUILDER_VERSION,
             "seq_len": self.seq_len,
@@ -88,15 +87,15 @@ class BuildRequest:
             **corpus,
         }
 
-    def notes(self) -> BuildNotes:
+    def free_settings(self) -> BuildNotes:
         """Return settings such as licences, which a build records but which change neither shards nor corpus.json."""
         sources = SourceNotes(licences=self.corpus.licences, prepared=self.prepared)
         return BuildNotes(with_origins=self.corpus.origins, sources=sources, max_unk_rate=self.corpus.max_unk_rate)
 
-    def input_names(self) -> dict[str, Any]:
+    def inputs_identity(self) -> dict[str, Any]:
         """Return the number of inputs that are not empty, and a digest of all names and sizes, as in corpus.json.
 
-        By the digest a later call recognizes a corpus of the same files, without reading the files. The names are
+        By them a later call recognizes a corpus of the same files, without reading the files. The names are
         relative to the given input folder, so the folder may be moved. A file that changed but kept its size is not
         noticed.
         """
@@ -118,15 +117,3 @@ class BuildRequest:
     def heldout_key(self) -> int:
         """Return the 64-bit key of the hash of a document's text that decides whether the document is held out."""
         return derive_seed(self.seed, Purpose.HELDOUT)
-
-
-def tokenizer_entry(vocabulary: Vocabulary, lowercase: bool) -> TokenizerEntry:
-    """Return the entry of corpus.json that describes a vocabulary. `lowercase` is recorded for WordPiece only."""
-    is_lowercased = lowercase and vocabulary.kind == "wordpiece"
-    return TokenizerEntry(
-        sha256=vocabulary.sha256,
-        vocab_size=vocabulary.size,
-        vocab_file=VOCAB_FILE,
-        lowercase=is_lowercased,
-        special=vocabulary.special,
-    )

@@ -29,13 +29,19 @@ from electra_dist.corpus.builder.build_records import (
     FinishedBucket,
     read_output_vocabulary,
 )
-from electra_dist.corpus.builder.build_request import tokenizer_entry
 from electra_dist.corpus.builder.examples import row_dtype
 from electra_dist.corpus.builder.worker_stages import put_shard
 from electra_dist.corpus.counts import MAX_FIELDS, SKIPPED, Counts, most_frequent
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.origins import OriginFile, join_tables, put_origins, write_origins
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, heldout_of, read_manifest, write_manifest
+from electra_dist.data.manifest import (
+    CorpusManifest,
+    ShardEntry,
+    TokenizerEntry,
+    heldout_of,
+    read_manifest,
+    write_manifest,
+)
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.store.json_file import DamagedJson, validate_json
@@ -216,7 +222,7 @@ class _Join:
         return CorpusManifest(
             seq_len=self._parameters["seq_len"],
             dtype="uint16" if ids_are_uint16 else "uint32",
-            tokenizer=tokenizer_entry(self._vocabulary, self._parameters["lowercase"]),
+            tokenizer=TokenizerEntry.of(self._vocabulary, self._parameters["lowercase"]),
             builder={**builder, "num_inputs": self._order.num_inputs, "inputs_sha256": self._order.inputs_sha256},
             totals=totals,
             shards=tuple(entries),
