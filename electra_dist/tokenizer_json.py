@@ -43,7 +43,7 @@ def one_text_error(text: str) -> UserError:
 
 class TokenizerJson:
     """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text.
-    It encodes text with the methods of `WordPieceTokenizer` (`tokenizer.py`).
+    It encodes text with the methods of `WordPieceTokenizer` (`wordpiece.py`).
 
     Attributes:
         ids: Token -> id, with added and special tokens.

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.corpus_texts import make_vocabulary
 
 from electra_dist.errors import UserError
-from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
+from electra_dist.wordpiece import WordPieceTokenizer
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +37,7 @@ def test_ids_of_a_line_are_the_librarys(vocabulary: Vocabulary, texts: list[str]
     library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary.ids, unk_token="[UNK]"))
     library.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
     library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    ours = WordPieceTokenizer(vocabulary, lowercase)
+    ours = WordPieceTokenizer(vocabulary.ids, lowercase)
     expected = [library.encode(text, add_special_tokens=False).ids for text in texts]
     assert ours.encode(texts) == expected
     assert ours.encode(texts) == expected
@@ -45,18 +46,18 @@ def test_ids_of_a_line_are_the_librarys(vocabulary: Vocabulary, texts: list[str]
 @given(st.lists(lines, max_size=8), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_text_never_yields_special_ids(vocabulary: Vocabulary, texts: list[str], lowercase: bool) -> None:
-    ids = {number for line in WordPieceTokenizer(vocabulary, lowercase).encode(texts) for number in line}
+    ids = {number for line in WordPieceTokenizer(vocabulary.ids, lowercase).encode(texts) for number in line}
     assert not ids & {vocabulary.special[token] for token in SPECIAL_TOKENS if token != "[UNK]"}
 
 
 def test_literal_special_tokens_are_words(vocabulary: Vocabulary) -> None:
-    encoded = WordPieceTokenizer(vocabulary, True).encode(["[SEP] x[MASK]y"])[0]
+    encoded = WordPieceTokenizer(vocabulary.ids, True).encode(["[SEP] x[MASK]y"])[0]
     assert [vocabulary.tokens[number] for number in encoded] == ["[", "sep", "]", "x", "[", "mask", "]", "y"]
 
 
 def test_the_dictionary_stays_small(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("electra_dist.tokenizer._MAX_KNOWN_WORDS", 10)
-    tokenizer = WordPieceTokenizer(vocabulary, True)
+    monkeypatch.setattr("electra_dist.wordpiece._MAX_KNOWN_WORDS", 10)
+    tokenizer = WordPieceTokenizer(vocabulary.ids, True)
     many = [f"w{number}" for number in range(40)]
     once = tokenizer.encode(many)
     assert len(tokenizer._known) <= 10
@@ -88,7 +89,7 @@ def test_white_space_at_line_ends_and_a_byte_order_mark_are_no_part_of_a_token(t
     (tmp_path / "vocab.txt").write_text(text, "utf-8", newline="")
     vocabulary = Vocabulary.read(tmp_path / "vocab.txt")
     assert vocabulary.tokens == tokens
-    assert WordPieceTokenizer(vocabulary, True).encode(["The dogs"]) == [[5, 6, 7]]
+    assert WordPieceTokenizer(vocabulary.ids, True).encode(["The dogs"]) == [[5, 6, 7]]
     again = Vocabulary(vocabulary.text, "again")
     assert (again.tokens, again.sha256) == (vocabulary.tokens, vocabulary.sha256)
 
@@ -99,7 +100,7 @@ def test_the_last_of_several_lines_with_one_token_counts(tmp_path: Path) -> None
     vocabulary = Vocabulary.read(tmp_path / "vocab.txt")
     assert vocabulary.size == len(lines)
     assert vocabulary.special == {token: number for number, token in enumerate(SPECIAL_TOKENS, start=1)}
-    assert WordPieceTokenizer(vocabulary, True).encode(["the dogs", "x"]) == [[10, 12, 11], [2]]
+    assert WordPieceTokenizer(vocabulary.ids, True).encode(["the dogs", "x"]) == [[10, 12, 11], [2]]
 
 
 def test_unreadable_vocabularies_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from electra_dist.config import Positive, Section
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
 from electra_dist.store.interface import Store, check_key
 from electra_dist.store.json_file import canonical_json, find_document
-from electra_dist.tokenizer import SPECIAL_TOKENS, VOCAB_FILE, NamedDigest, Vocabulary
+from electra_dist.store.named_digest import NamedDigest
+from electra_dist.tokenizer import SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
 
 MANIFEST_KEY = "corpus.json"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

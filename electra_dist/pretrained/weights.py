@@ -63,8 +63,9 @@ from electra_dist.run.folder import (
 )
 from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.json_file import parse_document
+from electra_dist.store.named_digest import NamedDigest, check_digest
 from electra_dist.store.patience import Patience, patient
-from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary, check_digest
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _EMBEDDINGS = "embeddings."  # prefix of the names of embedding parameters
 # Modules of the generator. All others are the discriminator's, so that a new head is not forgotten here.

@@ -35,8 +35,8 @@ from electra_dist.store.atomic_files import (
     writable,
 )
 from electra_dist.store.json_file import canonical_json, find_document, first_difference
+from electra_dist.store.named_digest import NamedDigest
 from electra_dist.store.patience import Patience, patient
-from electra_dist.tokenizer import NamedDigest
 
 # Written by every start before its first step.
 CONFIG_FILE = "config.yaml"

@@ -29,7 +29,8 @@ from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import StoreError, UserError
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary
+from electra_dist.wordpiece import WordPieceTokenizer
 
 Prose = Callable[[int, int], list[str]]
 JsonlFile = Callable[..., Path]
@@ -48,7 +49,7 @@ def all_rows(folder: Path, manifest: CorpusManifest) -> np.ndarray:
 
 def token_counts(texts: list[str], vocabulary: Vocabulary) -> Counter[int]:
     """Return how often each id occurs when the texts are tokenized on their own, without the builder."""
-    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
+    tokenizer = WordPieceTokenizer(vocabulary.ids, lowercase=True)
     counts: Counter[int] = Counter()
     for text in texts:
         for line_ids in tokenizer.encode([text]):

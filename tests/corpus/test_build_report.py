@@ -24,7 +24,8 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary
+from electra_dist.wordpiece import WordPieceTokenizer
 
 Prose = Callable[[int, int], list[str]]
 RequestFactory = Callable[..., BuildRequest]
@@ -87,7 +88,7 @@ def test_the_report_counts_every_file_document_and_token(
     report = report_of(request)
     texts = {"wiki": prose(90, 1) + prose(60, 2), "books": prose(60, 3), "shards": prose(30, 4)}
     texts["books"].append((mixed / "books/two.md").read_text())
-    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
+    tokenizer = WordPieceTokenizer(vocabulary.ids, lowercase=True)
     num_tokens = Counter[str]()
     num_unknown = Counter[str]()
     lengths = Counter[int]()
@@ -217,7 +218,7 @@ def test_replace_keeps_documents_with_bytes_that_are_not_utf8_and_counts_the_byt
     assert report is not None
     texts = [text for _, text in UNDECODABLE]
     texts.append(long_text)
-    tokenizer = WordPieceTokenizer(vocabulary, lowercase=True)
+    tokenizer = WordPieceTokenizer(vocabulary.ids, lowercase=True)
     assert report.text.tokens == sum(len(ids) for ids in tokenizer.encode(texts))
     assert report.undecodable.model_dump() == {"policy": "replace", "documents": 3, "bytes": 1 + 6 + 1}
     assert report.documents_skipped["undecodable"].documents == 0

@@ -30,7 +30,8 @@ from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary
+from electra_dist.wordpiece import WordPieceTokenizer
 
 RequestFactory = Callable[..., BuildRequest]
 Prose = Callable[[int, int], list[str]]
@@ -107,7 +108,7 @@ def tokens_by_document(folder: Path, vocabulary: Vocabulary) -> dict[Key, Counte
 
 def expected_tokens(text: str, vocabulary: Vocabulary) -> Counter[int]:
     """Return how often each token id occurs in a document, computed without the corpus builder."""
-    lines = WordPieceTokenizer(vocabulary, lowercase=True).encode(text.split("\n"))
+    lines = WordPieceTokenizer(vocabulary.ids, lowercase=True).encode(text.split("\n"))
     return Counter(token for line in lines for token in line)
 
 

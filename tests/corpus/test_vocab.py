@@ -8,7 +8,8 @@ import pytest
 
 from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.errors import UserError
-from electra_dist.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from electra_dist.tokenizer import SPECIAL_TOKENS
+from electra_dist.wordpiece import WordPieceTokenizer
 
 
 def test_training_gives_the_same_vocabulary_each_time_and_it_covers_its_text(
@@ -26,7 +27,7 @@ def test_training_gives_the_same_vocabulary_each_time_and_it_covers_its_text(
     assert {"the", "with", "中", "##s"} <= tokens
     assert tokens.isdisjoint({"##,", "##中"}), "an entry for a character that never continues a word"
     unk_id = vocabulary.special["[UNK]"]
-    for text_ids in WordPieceTokenizer(vocabulary, True).encode(texts):
+    for text_ids in WordPieceTokenizer(vocabulary.ids, True).encode(texts):
         assert unk_id not in text_ids
 
 

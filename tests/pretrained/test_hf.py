@@ -19,7 +19,8 @@ from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.hf import from_hf, to_hf
-from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary
+from electra_dist.wordpiece import WordPieceTokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "cafe", ".", "café"]
 
@@ -130,7 +131,7 @@ def test_the_exported_tokenizer_gives_plain_text_the_ids_of_the_corpus_tokenizer
         "[unused3]",
     ]
 
-    corpus_ids = WordPieceTokenizer(Vocabulary.read(vocab), lowercase).encode(texts)
+    corpus_ids = WordPieceTokenizer(Vocabulary.read(vocab).ids, lowercase).encode(texts)
     exported_ids = AutoTokenizer.from_pretrained(tmp_path / "out")(texts, add_special_tokens=False)["input_ids"]
 
     assert corpus_ids == exported_ids

@@ -57,7 +57,8 @@ from electra_dist.store.json_file import (
     parse_json_object,
     validate_json,
 )
-from electra_dist.tokenizer import VOCAB_FILE, NamedDigest, Vocabulary
+from electra_dist.store.named_digest import NamedDigest
+from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _SHARDS = "shard-"  # beginning of the shards' names
 _FOLDER = "progress/"

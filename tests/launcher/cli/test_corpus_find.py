@@ -23,7 +23,7 @@ from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.run.records import encode
-from electra_dist.tokenizer import WordPieceTokenizer
+from electra_dist.wordpiece import WordPieceTokenizer
 
 PLANTED = "quite a rare sentence with zebras"
 MARKS = "!$%&*+;<=>?@"  # one for each document of the source wiki; no other document has such a token
@@ -87,7 +87,7 @@ def find(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_rows_that_are_named_contain_the_sentence_and_no_other_row_does(corpus: Path) -> None:
-    [tokens] = WordPieceTokenizer(make_vocabulary(), lowercase=True).encode([PLANTED])
+    [tokens] = WordPieceTokenizer(make_vocabulary().ids, lowercase=True).encode([PLANTED])
     least = len(tokens)
 
     found = find(PLANTED, "--corpus", str(corpus), "--least", str(least))
@@ -106,7 +106,7 @@ def test_the_rows_that_are_named_contain_the_sentence_and_no_other_row_does(corp
 
 def test_the_steps_that_are_named_read_the_sentence_and_no_other_step_does(corpus: Path, tmp_path: Path) -> None:
     """The independent truth is the batches of all steps. Step 3 is skipped, and the run has done 20 steps."""
-    [tokens] = WordPieceTokenizer(make_vocabulary(), lowercase=True).encode([PLANTED])
+    [tokens] = WordPieceTokenizer(make_vocabulary().ids, lowercase=True).encode([PLANTED])
     run = write_run(corpus, tmp_path / "run")
 
     found = find(PLANTED, "--run", str(run), "--least", str(len(tokens)))
@@ -298,7 +298,7 @@ def test_all_texts_of_files_are_found_at_once_with_the_steps_that_read_them(corp
     """The independent truth is the rows and batches; one text is the beginning of a document."""
     folder = tmp_path / "tests"
     folder.mkdir()
-    tokenizer = WordPieceTokenizer(make_vocabulary(), lowercase=True)
+    tokenizer = WordPieceTokenizer(make_vocabulary().ids, lowercase=True)
     starts = [" ".join(text.split()[:10]) for text in make_prose(300, 3)]
     line = next(start for start in starts if rows_with(corpus, tokenizer.encode([start])))
     other = " ".join(line.split()[:5])
