@@ -170,7 +170,7 @@ class ShardCache:
         queued = self._shards[index]
         assert isinstance(queued, Future)
         try:
-            shard = self.patience.wait_for(queued)  # raises the background thread's error
+            shard = self.patience.reporter.wait_for(queued)  # raises the background thread's error
         except BaseException:
             del self._shards[index]  # A later call tries again.
             raise

@@ -16,8 +16,9 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from electra_dist.errors import StoreError, StoreMissing, UserError
-from electra_dist.store.patience import Patience, act_for, acting_thread
+from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
+from electra_dist.store.patience import Patience
+from electra_dist.store.wait_reporter import act_for, acting_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -37,13 +38,41 @@ class Store(ABC):
     url: str  # the folder or the s3:// URL, for messages; without credentials
     patience = Patience(0.0)  # with which its operations wait while storage is away
     reread_pauses_s: tuple[float, ...] = (0.0,) * 4  # seconds to wait before each further reading of wrong bytes
+    _damaged_folders: frozenset[str] = frozenset()  # whose bytes were confirmed to be wrong
 
     def reread(self, key: str, read: Callable[[], tuple[Result, str]]) -> tuple[Result, str]:
-        """Call `read`, which reads an object and returns (value, fault), until the fault is "" or is confirmed.
+        """Call `read` until it finds no fault; return the value and "", or the value and a fault that is confirmed.
 
-        Returns the last value and fault. `Patience.reread` says which fault is confirmed: one of the stored bytes.
+        `read` reads an object once and returns (value, text of the fault or ""); different wrong bytes must give
+        different texts. A fault is confirmed if the last two of five readings, with a pause between them, have found
+        the same: then the bytes in the store are damaged. If the faults differ, the service, a proxy or the network
+        changes the bytes on the way, which is waited for like storage that does not respond. After a confirmed fault,
+        wrong bytes of the same folder are read again without pauses.
         """
-        return self.patience.reread(f"{self.url}/{key}", read, self.reread_pauses_s)
+        folder = key.rpartition("/")[0]
+        with self.patience.outage() as outage:
+            while True:
+                value, fault = read()
+                previous_fault = ""
+                for pause_s in self.reread_pauses_s:
+                    if not fault:
+                        break
+                    if folder not in self._damaged_folders:
+                        self.patience.sleep(pause_s)
+                    previous_fault = fault
+                    value, fault = read()
+                if not fault:
+                    return value, ""
+                if fault == previous_fault:
+                    # Of two threads that do this at once, one may be ignored: then its next fault has pauses again.
+                    self._damaged_folders |= {folder}
+                    return value, fault
+                outage.wait_after(
+                    StoreAway(
+                        f"{self.url}/{key} was read {1 + len(self.reread_pauses_s)} times and was wrong in different "
+                        f"ways, last: {fault}; check the network and the storage service, then start again"
+                    )
+                )
 
     def verified(self, key: str, read: Callable[[], Result]) -> Result:
         """Return the result of `read`, which reads an object and raises a UserError if its content is wrong.
@@ -160,7 +189,7 @@ def in_parallel(
     """Call a thread-safe function for every item, in up to `num_threads` threads; return the results in order.
 
     After a failure no further call is begun. When all calls have ended, the error of the first failed item is raised.
-    Waits for storage in these threads count as waits of the caller (`Patience.on_wait`).
+    Waits for storage in these threads count as waits of the caller (`WaitReporter.on_wait`).
     """
     if len(items) < 2:
         return [function(item) for item in items]

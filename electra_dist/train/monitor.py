@@ -37,7 +37,7 @@ from electra_dist.nvml import GpuReading, GpuSampler
 from electra_dist.run.heartbeat import Heartbeat, Phase, hang_limits
 from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import Strike, add_strike
-from electra_dist.store.patience import Patience
+from electra_dist.store.wait_reporter import WaitReporter
 
 _LOOKS = 3  # log steps in a row at which a straggler must be slow
 _COLLECTIVE_FACTOR = 2.0  # times the hang limit: a supervisor notices a hang first, and records the stacks
@@ -61,11 +61,11 @@ class RankMonitor:
     every logged step, and `close` when the run ends without an exception.
     """
 
-    def __init__(self, run_dir: Path, cluster: ClusterConfig, patience: Patience) -> None:
+    def __init__(self, run_dir: Path, cluster: ClusterConfig, wait_reporter: WaitReporter) -> None:
         """Write the first heartbeat and read the GPUs."""
         self._run_dir = run_dir
         self._limits = hang_limits(cluster)
-        self._patience = patience
+        self._wait_reporter = wait_reporter
         self._least_collective_s = 0.0
         if cluster.storage_patience_s > 0:
             # Other ranks wait in a collective while one waits for storage, for as long as it may.
@@ -81,7 +81,7 @@ class RankMonitor:
         self._forward_times: deque[list[float]] = deque(maxlen=_LOOKS)  # of all ranks, one list per log step
         self._collective_limit_s = 0.0  # the timeout of collectives that is set; 0 before the first heartbeat
         self.sick = False  # whether this rank's node is not to be trusted
-        self._patience.on_wait = self.waits_for_storage
+        self._wait_reporter.on_wait = self.waits_for_storage
 
     def began(self, attempt: int) -> None:
         """Set the number of this start of the run ("attempt"), from 1, which all later heartbeats contain."""
@@ -92,7 +92,7 @@ class RankMonitor:
         self._phase = phase
         self._step = step
         self._waits_for_storage = False
-        self._heartbeat.beat(phase, step, self._patience.reason)
+        self._heartbeat.beat(phase, step, self._wait_reporter.reason)
         hang_limit_s = self._limits.collective_s(self._heartbeat.last)
         limit_s = max(min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S), self._least_collective_s)
         # The limit follows the measured step time. It is not worth setting the timeouts again for small changes.
@@ -112,7 +112,7 @@ class RankMonitor:
             self._heartbeat.beat("storage", self._step, reason)
         elif self._waits_for_storage:
             self._waits_for_storage = False
-            self._heartbeat.beat(self._phase, self._step, self._patience.reason)
+            self._heartbeat.beat(self._phase, self._step, self._wait_reporter.reason)
 
     def waits_for_thread(self, silent_s: float, subject: str, longest_s: float) -> None:
         """Report in the heartbeat that the training thread waits for the thread that reads rows or writes checkpoints.
@@ -121,8 +121,8 @@ class RankMonitor:
         storage, so `longest_s` seconds without progress are reported as a wait for storage. `silent_s` is the time
         since its last progress. `subject` names what the training thread waits for, such as "the previous checkpoint".
         """
-        if self._patience.reason:
-            self.waits_for_storage(self._patience.reason)
+        if self._wait_reporter.reason:
+            self.waits_for_storage(self._wait_reporter.reason)
         elif silent_s > longest_s:
             self.waits_for_storage(f"{subject}: no progress for {silent_s:.0f} s")
         elif self._phase != "step":  # in that phase, a heartbeat between two steps would shorten the measured time

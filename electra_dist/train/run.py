@@ -53,8 +53,9 @@ from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
 from electra_dist.run.process_table import seconds_since_process_start
 from electra_dist.store.json_file import canonical_json
-from electra_dist.store.patience import Patience, patient, print_line
+from electra_dist.store.patience import Patience, patient
 from electra_dist.store.user_cache import keep_compiled_code
+from electra_dist.store.wait_reporter import print_line
 from electra_dist.train.check_inputs import RunInputs, check_inputs, remarks_on_corpora
 from electra_dist.train.guard import SkipList
 from electra_dist.train.monitor import RankMonitor
@@ -209,7 +210,7 @@ def _build(
     if config.train.largest_micro_batch:
         config = with_micro_batch(config, module, local_device(), _predict_rows)
         notes.append(f"micro-batch: {config.train.micro_batch} rows, the most that fit")
-    monitor = RankMonitor(run_dir, config.cluster, patience)
+    monitor = RankMonitor(run_dir, config.cluster, patience.reporter)
     engine = Engine(module, config.train, config.engine, config.optimizer)
     notes += engine.notes
     return Start(

@@ -108,7 +108,7 @@ def test_a_target_that_is_away_holds_up_no_other_and_gets_the_checkpoint_when_it
     writer.on_commit = lambda state, timing, seconds: commits.append(state.step)
     wait_until(lambda: bool(committed(other)))
     assert verify(other, folder_name(10, 1))[1] == []
-    wait_until(lambda: "disk full" in patience.reason)
+    wait_until(lambda: "disk full" in patience.reporter.reason)
     assert commits == [] and not committed(away)
     away.is_away = False
     writer.close()
@@ -160,7 +160,7 @@ def test_nothing_is_committed_before_the_metrics_are_on_the_disk(tmp_path: Path)
     writer = CheckpointWriter([target], 0, small.KEEP_ALL)
     writer.before_commit = lambda: patience.call(sync)
     writer.save(small.state_at(10, world_size=1), small.share(small.content(10), 0, 1))
-    wait_until(lambda: "metrics.jsonl" in patience.reason)
+    wait_until(lambda: "metrics.jsonl" in patience.reporter.reason)
     assert not committed(target)
     can_sync.set()
     writer.close()

@@ -483,7 +483,7 @@ def test_opening_a_shard_waits_for_room_on_the_disk(
         free_bytes[0] = 10**12
 
     remote.patience = Patience(600.0, note=lambda line: None)
-    remote.patience.on_wait = make_room
+    remote.patience.reporter.on_wait = make_room
     with closing(ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1)) as cache:
         assert len(cache.open(1).rows(np.array([0]))) == 1
     assert remote.fetched == [corpus.manifest.shards[1].name]

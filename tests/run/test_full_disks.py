@@ -147,7 +147,7 @@ def test_metrics_and_ledger_wait_for_the_disk_when_they_are_synced_and_closed_un
             waits.append(reason)
             disk.free_bytes = 10**9
 
-    patience.on_wait = free_space
+    patience.reporter.on_wait = free_space
     ledger = Ledger(tmp_path, patience)
     metrics = MetricsWriter(tmp_path, patience=patience)
     for step, ends in ((1, (metrics.sync, ledger.sync)), (2, (metrics.close, ledger.close))):

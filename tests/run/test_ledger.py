@@ -98,7 +98,7 @@ def test_an_event_that_the_disk_refuses_is_waited_for_and_written_once(
         is_full = False
 
     patience = Patience(60.0, note=lambda line: None)
-    patience.on_wait = free_space
+    patience.reporter.on_wait = free_space
     ledger = Ledger(tmp_path, patience)
     monkeypatch.setattr(os, "write", refuse)
 

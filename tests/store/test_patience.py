@@ -15,7 +15,9 @@ from electra_dist.config import load
 from electra_dist.config.load import read_yaml
 from electra_dist.errors import StorageLost, StoreAway, StoreError, UserError
 from electra_dist.store import patience as patience_module
+from electra_dist.store import wait_reporter
 from electra_dist.store.interface import Store
+from electra_dist.store.local_store import LocalStore
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience
 
@@ -34,12 +36,11 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
 
-    def pause(self: Patience, pause_s: float, reason: str) -> None:
+    def sleep(self: Patience, pause_s: float) -> None:
         clock.now += pause_s
-        if threading.get_ident() == self._owner:
-            self.on_wait(reason)
+        self.reporter.beat()
 
-    monkeypatch.setattr(Patience, "_pause", pause)
+    monkeypatch.setattr(Patience, "sleep", sleep)
     return clock
 
 
@@ -58,16 +59,16 @@ def test_an_operation_is_repeated_until_storage_is_back(clock: Clock) -> None:
     lines: list[str] = []
     reasons: list[str] = []
     patience = Patience(60.0, lines.append, clock)
-    patience.on_wait = reasons.append
+    patience.reporter.on_wait = reasons.append
     assert patience.call(failing([StoreAway("a: disk full; free it"), OSError(5, "EIO")])) == 7
     assert 0.0 < clock.now <= 3 * patience.pace.first_pause_s
     assert (patience.retries, patience.retry_wait_s) == (2, clock.now)
-    assert reasons == ["a: disk full; free it"] * 2 + [""]
+    assert reasons == ["a: disk full; free it", ""]
     assert lines == [
         "waiting up to 60 s for storage: a: disk full; free it",
         "storage is back after 0 s: a: disk full",
     ]
-    assert patience.reason == ""
+    assert patience.reporter.reason == ""
 
 
 def test_the_first_error_is_the_one_of_the_end(clock: Clock) -> None:
@@ -76,7 +77,7 @@ def test_the_first_error_is_the_one_of_the_end(clock: Clock) -> None:
     with pytest.raises(StorageLost, match=r"^first; storage was waited for 60 s"):
         patience.call(failing(errors))
     assert clock.now == 60.0
-    assert patience.reason == ""
+    assert patience.reporter.reason == ""
 
 
 def test_an_operation_that_gave_up_with_a_shorter_patience_is_repeated(
@@ -97,7 +98,7 @@ def test_what_no_wait_cures_is_raised_at_once(clock: Clock) -> None:
             patience.call(failing([error]))
     with pytest.raises(StoreError, match="permission"):
         patience.call(failing([StoreAway("full"), StoreError("permission")]))
-    assert patience.reason == ""
+    assert patience.reporter.reason == ""
 
 
 def test_without_patience_the_first_failure_ends_the_run_without_a_line(clock: Clock) -> None:
@@ -120,9 +121,9 @@ def test_a_wait_in_another_thread_is_seen_and_can_be_abandoned() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not patience.reason:
+    while not patience.reporter.reason:
         assert thread.is_alive()
-    assert patience.reason == "full"
+    assert patience.reporter.reason == "full"
     patience.abandon()
     thread.join(timeout=10.0)
     assert ends and ends[0].startswith("full; storage was waited for")
@@ -130,7 +131,7 @@ def test_a_wait_in_another_thread_is_seen_and_can_be_abandoned() -> None:
 
 def test_the_owner_reports_the_wait_of_a_thread_whose_result_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a supervisor would take an evaluation for hung whose rows are fetched by a thread that waits."""
-    monkeypatch.setattr(patience_module, "_BEAT_S", 0.02)
+    monkeypatch.setattr(wait_reporter, "BEAT_S", 0.02)
     is_back = threading.Event()
     shown: list[str] = []
 
@@ -144,11 +145,25 @@ def test_the_owner_reports_the_wait_of_a_thread_whose_result_it_needs(monkeypatc
         is_back.set()
 
     patience = Patience(60.0, note=lambda line: None, pace=Pace(first_pause_s=0.02))
-    patience.on_wait = on_wait
+    patience.reporter.on_wait = on_wait
     with ThreadPoolExecutor(1) as pool:
-        assert patience.wait_for(pool.submit(patience.call, fetch)) == "rows"
+        assert patience.reporter.wait_for(pool.submit(patience.call, fetch)) == "rows"
     assert shown[0] == "s3://bucket: no answer"
     assert shown[-1] == ""
+
+
+def test_a_wait_is_reported_while_an_operation_within_the_repeated_one_pauses(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a page of a listing that is begun again: the page waits by itself, up to the whole limit."""
+    monkeypatch.setattr(wait_reporter, "BEAT_S", 0.0)
+    patience = Patience(60.0, lambda line: None, clock)
+    with patience.outage() as listing:
+        listing.wait_after(StoreAway("s3://bucket: no answer"))
+        shown: list[str] = []
+        patience.reporter.on_wait = shown.append
+        assert patience.call(failing([StoreAway("s3://bucket: busy")])) == 7
+        assert shown == ["s3://bucket: no answer"]
 
 
 def test_a_config_file_that_cannot_be_read_for_now_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -220,30 +235,30 @@ def faults(texts: list[str]) -> Callable[[], tuple[bytes, str]]:
 
 
 def test_wrong_bytes_are_read_again_and_are_damaged_if_they_stay_the_same(clock: Clock) -> None:
-    patience = Patience(60.0, lambda line: None, clock, pace=Pace(reread_pauses_s=(0.0,) * 4))
-    assert patience.reread("s3://b/f/x", faults(["a", "b", "a", "b"])) == (b"bytes", "")
-    assert patience.reread("s3://b/f/x", faults(["a", "b", "a", "b", "b"])) == (b"bytes", "b")
+    store = LocalStore(Path("b"), Patience(60.0, lambda line: None, clock))
+    assert store.reread("f/x", faults(["a", "b", "a", "b"])) == (b"bytes", "")
+    assert store.reread("f/x", faults(["a", "b", "a", "b", "b"])) == (b"bytes", "b")
 
 
 def test_bytes_that_are_wrong_in_different_ways_are_waited_for(clock: Clock) -> None:
-    patience = Patience(60.0, lambda line: None, clock, pace=Pace(reread_pauses_s=(0.0,) * 4))
-    assert patience.reread("s3://b/f/x", faults([str(number) for number in range(17)])) == (b"bytes", "")
-    assert patience.retries == 3
+    store = LocalStore(Path("b"), Patience(60.0, lambda line: None, clock))
+    assert store.reread("f/x", faults([str(number) for number in range(17)])) == (b"bytes", "")
+    assert store.patience.retries == 3
     with pytest.raises(
-        StorageLost, match="f/x was read 5 times and was wrong in different ways, last: 4; check the n"
+        StorageLost, match=r"^b/f/x was read 5 times and was wrong in different ways, last: 4; check the n"
     ):
-        patience.reread("s3://b/f/x", faults([str(number) for number in range(10_000)]))
+        store.reread("f/x", faults([str(number) for number in range(10_000)]))
 
 
 def test_after_damage_was_confirmed_its_folder_is_read_again_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = Patience(60.0, lambda line: None, pace=Pace(reread_pauses_s=(0.001,) * 4))
+    store = LocalStore(Path("b"), Patience(60.0, lambda line: None))
     pauses: list[float] = []
-    monkeypatch.setattr(patience._is_abandoned, "wait", pauses.append)
-    patience.reread("s3://b/f/x", faults(["a"] * 5))
+    monkeypatch.setattr(store.patience, "sleep", pauses.append)
+    store.reread("f/x", faults(["a"] * 5))
     assert len(pauses) == 4
-    patience.reread("s3://b/f/y", faults(["a"] * 5))
+    store.reread("f/y", faults(["a"] * 5))
     assert len(pauses) == 4
-    patience.reread("s3://b/g/y", faults(["a"] * 5))
+    store.reread("g/y", faults(["a"] * 5))
     assert len(pauses) == 8
 
 

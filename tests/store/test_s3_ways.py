@@ -198,7 +198,7 @@ def test_a_wait_is_reported_from_its_first_second_and_while_a_request_has_no_ans
     """The status page shows what `on_wait` writes into the heartbeat; four threads read for the one that waits."""
     patience = Patience(2.5, note=lambda line: None)
     reports: list[tuple[float, str]] = []
-    patience.on_wait = lambda reason: reports.append((patience.retry_wait_s, reason))
+    patience.reporter.on_wait = lambda reason: reports.append((patience.retry_wait_s, reason))
     store = open_store(f"{bucket}/x", "http://127.0.0.1:9", patience)
     with pytest.raises(StorageLost):
         in_parallel(store.read, ["x"] * 4)

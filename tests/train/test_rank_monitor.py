@@ -28,7 +28,7 @@ from electra_dist.train.monitor import RankMonitor
 dist.init_process_group("gloo")
 limits = {"hang_step_floor_s": 1.0, "hang_checkpoint_s": 4.0, "hang_eval_s": 4.0, "hang_setup_s": 60.0}
 cluster = ClusterConfig(**limits, storage_patience_s=0.0)
-monitor, phase, rank = RankMonitor(Path(sys.argv[1]), cluster, Patience(0.0)), sys.argv[2], dist.get_rank()
+monitor, phase, rank = RankMonitor(Path(sys.argv[1]), cluster, Patience(0.0).reporter), sys.argv[2], dist.get_rank()
 for step in range(9):
     monitor.beat("step", step)
     dist.all_reduce(torch.zeros(1))
@@ -78,7 +78,7 @@ def test_only_a_save_without_progress_is_reported_as_a_wait_for_storage(
 ) -> None:
     """A slow save renews the heartbeat for as long as it takes; a wait for storage counts from its beginning."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monitor = RankMonitor(tmp_path, ClusterConfig(), Patience(0.0))
+    monitor = RankMonitor(tmp_path, ClusterConfig(), Patience(0.0).reporter)
     monitor.beat("checkpoint", 5)
     [first] = read_heartbeats(tmp_path)
     phases = []

@@ -150,8 +150,8 @@ def call_within(limit_s: float, request: Callable[[], _Result], patience: Patien
     """Call `request` in a thread, and return its result or raise its exception; raise Again after `limit_s` seconds.
 
     A request that is over the limit goes on in its thread, and its result is dropped. If an earlier try of the request
-    has failed, this thread still reports that it waits for storage (`Patience.beat`). When the run ends for another
-    reason, a first try gets at most `Pace.rate_window_s`.
+    has failed, this thread still reports that it waits for storage. When the run ends for another reason, a first try
+    gets at most `Pace.rate_window_s`.
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
 
@@ -167,7 +167,8 @@ def call_within(limit_s: float, request: Callable[[], _Result], patience: Patien
         waited_s = time.monotonic() - begin
         if waited_s >= limit_s:
             raise broken(f"no complete answer in {limit_s:.0f} s", CHECK_NETWORK)
-        if patience.beat() or (patience.is_abandoned and waited_s >= patience.pace.rate_window_s):
+        is_waiting = patience.reporter.beat()
+        if patience.is_abandoned and (is_waiting or waited_s >= patience.pace.rate_window_s):
             raise broken("the run ends")
         concurrent.futures.wait([future], min(limit_s - waited_s, _SLICE_S))
     return future.result()

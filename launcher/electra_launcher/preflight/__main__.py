@@ -32,6 +32,7 @@ from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import add_strike
 from electra_dist.store.open_store import REMOTE_SCHEMES
 from electra_dist.store.patience import Patience
+from electra_dist.store.wait_reporter import WaitReporter
 from electra_launcher.entry import add_config_option, begin_program, exit_code_of
 from electra_launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from electra_launcher.preflight.node_check import check_node
@@ -65,7 +66,7 @@ def _check_and_report(args: argparse.Namespace, place: RankPlace) -> int:
     is_first_of_node = place.local_rank == 0
     config = _with_cache_folder(load_config(args.config, whole_overrides(args.set)), args.nodes)
     patience = Patience(args.storage_patience)
-    _record_waits(patience, Path(config.run_dir), place.rank if args.first_rank is None else args.first_rank)
+    _record_waits(patience.reporter, Path(config.run_dir), place.rank if args.first_rank is None else args.first_rank)
     findings = _check(config, node, patience, is_first_of_node=is_first_of_node, world_size=place.world_size)
     code = exit_code(findings, node)
     # If the ranks could not meet, rank 0 knows nothing of the other nodes: then each node prints its findings.
@@ -109,8 +110,8 @@ def _with_cache_folder(config: Config, num_nodes: int) -> Config:
     return config.model_copy(update={"data": data})
 
 
-def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
-    """Make `patience` write each wait for storage to the heartbeat file of `rank`, for `electra-dist status`."""
+def _record_waits(wait_reporter: WaitReporter, run_dir: Path, rank: int) -> None:
+    """Write each wait for storage to the heartbeat file of `rank`, for `electra-dist status`."""
     heartbeats: list[Heartbeat] = []  # the writer of the heartbeat file; empty before the first wait
 
     def record(reason: str) -> None:
@@ -119,7 +120,7 @@ def _record_waits(patience: Patience, run_dir: Path, rank: int) -> None:
         if heartbeats:
             heartbeats[0].beat("storage" if reason else "setup", 0, reason)
 
-    patience.on_wait = record
+    wait_reporter.on_wait = record
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
