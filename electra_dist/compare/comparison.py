@@ -72,11 +72,12 @@ class Comparison:
         # Whether the version of the arithmetic (numerics) has changed since a run was made is not checked here: a
         # finished run is only read, and for an unfinished run the process that continues it makes this check.
         short_runs = self.search.plan.runs if self.search.plan is not None else ()
-        inputs_of_runs = [
-            check_inputs(run.config, compare.ranks, accept_new_numerics=True) for run in (*self.plan.runs, *short_runs)
-        ]
-        inputs = self._inputs = inputs_of_runs[0]  # stand for all, because all runs read the same corpora
-        self._plan_with_rates()
+        first = (*short_runs, *self.plan.runs)[0]
+        inputs = check_inputs(first.config, compare.ranks, accept_new_numerics=True)
+        self._inputs = inputs  # stand for those of all runs, which read the same corpora
+        self._plan_with_rates()  # a run that was begun has the learning rate that was chosen for it
+        for run in (*self.plan.runs, *short_runs):
+            check_inputs(run.config, compare.ranks, accept_new_numerics=True)
         self._measures += open_heldout_measures(compare, file, self.plan, inputs.heldout)
 
         # Everything is valid, so the output folder may be written.

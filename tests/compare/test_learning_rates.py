@@ -19,8 +19,11 @@ from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER, RateSearch
-from electra_dist.config.load import load_section
+from electra_dist.config.load import load_config, load_section
 from electra_dist.errors import UserError
+from electra_dist.run.folder import CONFIG_FILE, IDENTITY_FILE
+from electra_dist.store.json_file import canonical_json
+from electra_dist.train.check_inputs import check_inputs
 
 MakeComparison = Callable[..., Path]
 CONTEXT_AUC = {0.001: 0.71, 0.002: 0.84, 0.004: 0.78}  # of rtd by its learning rate
@@ -122,6 +125,22 @@ def test_a_choice_holds_until_the_short_runs_would_be_others(
     (tmp_path / "out" / RATES_FILE).write_text(line_of_rtd + "\n")  # as after an interrupt between two objectives
     run(make(objectives=[RTD, MLM]))
     assert [planned.entry for planned in short_runs[9:]] == ["mlm-lr0.001", "mlm-lr0.002", "mlm-lr0.004"]
+
+
+def test_a_comparison_goes_on_with_a_run_that_was_begun_with_its_chosen_rate(
+    make: MakeComparison, short_runs: list[PlannedRun], tmp_path: Path
+) -> None:
+    file = make(objectives=[RTD, "mlm"])
+    run(file)
+    planned = tmp_path / "out" / "runs" / "rtd-seed1.yaml"
+    config = load_config(planned)
+    assert config.optimizer.lr == 0.002 != RTD["lr"][0]
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True)
+    (run_dir / CONFIG_FILE).write_bytes(planned.read_bytes())
+    (run_dir / IDENTITY_FILE).write_text(canonical_json(check_inputs(config, 1).identity))
+    notes = run(file)
+    assert notes and len(short_runs) == 3
 
 
 def test_an_objective_whose_short_runs_all_fail_is_an_error_that_names_the_reasons(
