@@ -140,6 +140,7 @@ def test_empty_cells_keep_their_row_and_quotes_of_a_program_are_remarked_on(tmp_
     assert literal.train.a[0] == '"He said ""no""."' and "some texts are in quotes" in literal.notes[1]
     as_csv = open_custom(tmp_path / "x.tsv", dev=tmp_path / "x.tsv", delimiter="\\t")
     assert as_csv.train.a == texts and not any("quotes" in note for note in as_csv.notes)
+    assert sum("1 of 4 texts are empty (line 3)" in note for note in as_csv.notes) == len(as_csv.notes) - 1 == 2
     (tmp_path / "y.csv").write_text("\n ,\ntext,label\na b,x\n,\nc d,y\n")
     with pytest.raises(UserError, match=r"y\.csv:5: the label is empty"):
         open_custom(tmp_path / "y.csv")

@@ -79,7 +79,7 @@ class DocumentNames(NamedTuple):
 
 
 class DecodedText(NamedTuple):
-    """Text of a document, with what its record and its bytes told besides."""
+    """Text of a document, how many of its bytes were wrong, and the id and source that its record states."""
 
     text: str
     replaced_bytes: int  # bytes, each replaced alone or with its neighbours by U+FFFD; 0 for a clean document
