@@ -77,7 +77,8 @@ class Comparison:
         self._inputs = inputs  # stand for those of all runs, which read the same corpora
         self._plan_with_rates()  # a run that was begun has the learning rate that was chosen for it
         for run in (*self.plan.runs, *short_runs):
-            check_inputs(run.config, compare.ranks, accept_new_numerics=True)
+            if run.config != first.config:
+                check_inputs(run.config, compare.ranks, accept_new_numerics=True)
         self._measures += open_heldout_measures(compare, file, self.plan, inputs.heldout)
 
         # Everything is valid, so the output folder may be written.
