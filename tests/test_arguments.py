@@ -121,7 +121,7 @@ def test_a_run_is_opened_by_a_string_as_by_a_path(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_yaml(ed.load_config(CONFIG)))
     assert ed.open_run(str(tmp_path)) == ed.open_run(tmp_path) == open_run(str(tmp_path))
     assert ed.open_run(str(tmp_path), ["seed=9"]).seed == 9
-    assert "not a run folder" in refusal(ed.open_run, str(tmp_path / "mine"))
+    assert "no such folder" in refusal(ed.open_run, str(tmp_path / "mine"))
 
 
 @pytest.mark.parametrize("method", ["batch", "row_ids", "batches"])

@@ -20,7 +20,7 @@ from electra_dist.errors import UserError
 from electra_dist.model.counts import ParameterCounts, parameter_counts
 from electra_dist.report.curve_points import MetricColumns, RunCurves, columns_of
 from electra_dist.run.environment_record import read_environment
-from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, open_run, read_identity
+from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, no_run, open_run, read_identity
 from electra_dist.run.goodput import Goodput, goodput
 from electra_dist.run.history import newest_ending
 from electra_dist.run.ledger import LedgerEvent, read_jobs, read_ledger
@@ -192,10 +192,8 @@ def read_run(run_dir: Path) -> RunRecord:
 
     Raises UserError if it is no run folder or a file is damaged.
     """
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run folder; give the run_dir of an existing run")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, LEDGER_FILE)):
-        raise UserError(f"{run_dir}: not a run folder (no {CONFIG_FILE}); give the run_dir of an existing run")
+        raise no_run(run_dir)
     ledger = read_ledger(run_dir)
     return RunRecord(
         name=run_title(run_dir),

@@ -17,6 +17,7 @@ from typing import Any
 from electra_dist.run.error_classes import ErrorClass, Finding, class_of, class_of_stop_for_storage, is_same_fault
 from electra_dist.run.folder import FAILURES_DIR, STRIKES_FILE
 from electra_dist.run.history import ENDINGS, STARTS
+from electra_dist.run.lease import HeldLease
 from electra_dist.run.ledger import LedgerEvent
 from electra_dist.run.records import Count, DatedRecord, append_record, read_records
 from electra_dist.store.atomic_files import replacing
@@ -108,33 +109,39 @@ def newest_failure(failures: Sequence[Failure]) -> Failure | None:
     return next(iter(causes or of_start), None)
 
 
-def account_of_end(run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[Failure]) -> dict[str, Any]:
-    """Return what is known of the last end of a run, as a JSON object.
+def since_newest_start(
+    failures: Sequence[Failure], ledger: Sequence[LedgerEvent], lease: HeldLease | None
+) -> list[Failure]:
+    """Return the failures that no later start has made obsolete; `lease` is that of the run folder.
 
-    The newest failure recorded by a supervisor or the last end in the ledger decides, whichever is newer. If neither
-    exists, "state" is "running or killed". Nothing is read.
+    A start begins when it takes the lease or, if a supervisor starts the ranks again, with its event in the ledger.
     """
-    failure = newest_failure(failures)
+    begins = [event.unix_s for event in ledger if event.event in STARTS]
+    begins += [] if lease is None else [lease.owner.since]
+    newest_begin = max(begins, default=0.0)
+    return [failure for failure in failures if failure.unix_s >= newest_begin]
+
+
+def account_of_end(
+    run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[Failure], lease: HeldLease | None = None
+) -> dict[str, Any]:
+    """Return what is known of the end of a run's newest start, as a JSON object; `lease` is that of the run folder.
+
+    A failure of this start or its end in the ledger decides, whichever is newer. If neither exists, "state" is
+    "running or killed". Nothing is read.
+    """
+    failure = newest_failure(since_newest_start(failures, ledger, lease))
     ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]
     newest = ends[-1] if ends else None
-    start = next((event for event in reversed(ends) if event.event in STARTS), None)
-    if newest is not None and _is_the_end(newest, start, failure):
-        return _account_of_event(run, newest)
-    if failure is not None:
+    if failure is not None and not (newest is not None and _is_later_end(newest, failure)):
         return _account_of_failure(run, failure)
-    return _nothing_known(run)
+    is_of_earlier_start = newest is not None and lease is not None and newest.unix_s < lease.owner.since
+    if newest is None or is_of_earlier_start:
+        return _nothing_known(run)
+    return _account_of_event(run, newest)
 
 
-def _is_the_end(event: LedgerEvent, start: LedgerEvent | None, failure: Failure | None) -> bool:
-    """Return whether the ledger's newest end or start says more than the newest failure that was recorded.
-
-    `start` is the ledger's newest start. If it is newer than the failure, then so is its end: without a supervisor, as
-    under DeepSpeed's launcher, a crash is in the ledger only.
-    """
-    if failure is None:
-        return True
-    if start is not None and start.unix_s > failure.unix_s:
-        return True
+def _is_later_end(event: LedgerEvent, failure: Failure) -> bool:
     # The event "crash" of rank 0 is older than the supervisor's record of the same start.
     return event.unix_s > failure.unix_s and event.event in ("done", "stop", "storage", "rollback")
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ MEETING_DIR = "meeting"  # files by which the supervisors of several nodes agree
 HANGS_DIR = "hangs"  # in it, a folder for each start of the run that hung, with the stacks of the ranks of all nodes
 FAILURES_DIR = "failures"  # in it, why starts have failed, and the last output of their ranks
 EARLIER_DIR = "earlier"  # in it, 0001, 0002, ...: records of a run that was begun again from scratch
+_TUNED = ("finetune.json", "best/finetune.json", "seed-*/finetune.json")  # in the output folder of a fine-tuning
 _OF_PREFLIGHT = re.compile(r"preflight-(?:[0-9a-f]{8}){1,2}")
 _OLD_S = 3600.0  # age at which a temporary file counts as abandoned by its writer
 # Created by a person.
@@ -107,6 +109,19 @@ def is_run_folder(folder: Path, *, patience: Patience | None = None) -> bool:
     return (folder / CONFIG_FILE).exists()
 
 
+def no_run(folder: Path) -> UserError:
+    """Return the error that a folder is not that of a run, which says what it is instead."""
+    if not folder.is_dir():
+        return UserError(f"{folder}: no such folder; give the run_dir of a run")
+    if any(found for name in _TUNED for found in folder.glob(name)):
+        place = shlex.quote(str(folder))
+        return UserError(
+            f"{folder}: a tuned model, not a run; use it: electra-dist predict {place} NEW.csv, or by transformers "
+            f"(docs/finetune.md), and give here the run_dir of a run"
+        )
+    return UserError(f"{folder}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
+
+
 def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the resolved config of the run in `folder`; its `run_dir` is `folder`, even if the run was moved.
 
@@ -114,7 +129,7 @@ def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     folder = Path(folder)
     if not is_run_folder(folder):
-        raise UserError(f"{folder}: not a run folder (no {CONFIG_FILE}); give the run_dir of a started run")
+        raise no_run(folder)
     return load_config(folder / CONFIG_FILE, overrides).model_copy(update={"run_dir": str(folder)})
 
 

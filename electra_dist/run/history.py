@@ -200,6 +200,7 @@ class RunEvidence:
     pending: bool = False  # one of its jobs waits in the queue and will start without a person
     held: bool = False  # one of its jobs is held until a person releases it
     owner_has_ended: bool = False  # whoever watched over the ranks of the run is known to be dead
+    is_starting: bool = False  # a living process has taken the lease of the run folder since the last event
 
 
 def newest_ending(ledger: Sequence[LedgerEvent]) -> Ending | None:
@@ -212,8 +213,8 @@ def newest_ending(ledger: Sequence[LedgerEvent]) -> Ending | None:
 
 
 def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
-    """Classify a run by the first of these that decides: "done" in its ledger, Slurm's queue, the ledger's last event,
-    and its newest sign of life.
+    """Classify a run by the first of these that decides: "done" in its ledger, Slurm's queue, a start that has
+    recorded nothing yet, the ledger's last event, and its newest sign of life.
 
     A run is "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without
     a job in Slurm and without a recorded end, it counts as living until its owner is known to have ended, or until its
@@ -229,6 +230,9 @@ def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
         return "held"
     if evidence.pending:
         return "waiting"
+
+    if evidence.is_starting:
+        return "living"
 
     # No job is known: the ledger and the newest sign of life decide.
     if not ledger and evidence.sign_of_life is None:

@@ -286,6 +286,10 @@ class HeldLease(NamedTuple):
     renewed: float  # Unix time of the newest renewal
     owner_has_ended: bool  # whether the owner is known to have ended: it ran on this machine
 
+    def is_living(self, now: float) -> bool:
+        """Return whether the owner has renewed its lease so lately that it counts as alive at Unix time `now`."""
+        return not self.owner_has_ended and now - self.renewed < LEASE_S
+
 
 def read_owner(run_dir: Path) -> HeldLease | None:
     """Return who holds the lease of a run folder, or has died with it.

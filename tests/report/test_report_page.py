@@ -410,7 +410,7 @@ def test_the_report_shows_whether_a_run_was_stopped_or_crashed(tmp_path: Path, l
 
 
 def test_a_report_of_a_missing_run_folder_is_a_user_error(tmp_path: Path):
-    with pytest.raises(UserError, match="no such run folder"):
+    with pytest.raises(UserError, match="no such folder"):
         write_report(tmp_path / "typo")
     with pytest.raises(UserError, match="not a run folder"):
         write_report(tmp_path)

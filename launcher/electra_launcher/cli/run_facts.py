@@ -18,16 +18,18 @@ from electra_dist.config import ClusterConfig, Config
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import read_environment
-from electra_dist.run.failures import Failure, newest_failure, read_failures
+from electra_dist.run.failures import Failure, newest_failure, read_failures, since_newest_start
 from electra_dist.run.folder import (
     CONFIG_FILE,
     LOG_FILE,
     METRICS_FILE,
     SLURM_DIR,
     STOP_FILE,
+    no_run,
     override_of_moved_run,
+    supervise_log,
 )
-from electra_dist.run.goodput import goodput
+from electra_dist.run.goodput import Goodput, goodput
 from electra_dist.run.heartbeat import Beat, Hung, hang_limits, hung, read_heartbeats
 from electra_dist.run.history import (
     ENDINGS,
@@ -98,8 +100,15 @@ class Gathered:
             pending=any(job.state in ("PENDING", "COMPLETING") and not job.is_held for job in self.queued_jobs),
             held=any(job.is_held for job in self.queued_jobs),
             owner_has_ended=self.owner is not None and self.owner.owner_has_ended,
+            is_starting=self._is_starting(),
         )
         return run_state(self.ledger, evidence)
+
+    def _is_starting(self) -> bool:
+        """Return whether a start lives that has taken the lease and has recorded no event yet."""
+        if self.owner is None or not self.owner.is_living(self.now):
+            return False
+        return not self.ledger or self.ledger[-1].unix_s < self.owner.owner.since
 
     def _longest_silence_s(self) -> float:
         """Return how many seconds a run may write no heartbeat, metrics or event before it counts as dead."""
@@ -190,13 +199,46 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
         return run / CONFIG_FILE
     if newest_script and newest_script.with_suffix(".yaml").exists():
         return newest_script.with_suffix(".yaml")
-    failure = newest_failure(read_failures(run))
+    owner = read_owner(run)
+    failure = newest_failure(since_newest_start(read_failures(run), (), owner))
     if failure is not None:
         raise UserError(
             f"{run}: the first start was refused before it recorded a config: {failure.description}: {failure.line}; "
             f"correct this and start again; more: electra-dist why {shlex.quote(str(run))}"
         )
-    raise UserError(f"{run}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
+    if owner is not None:
+        raise UserError(
+            f"{run}: the first start was killed before it recorded a config: {owner.owner.description}; start again"
+        )
+    raise no_run(run)
+
+
+def first_start(run: Path) -> dict[str, Any] | None:
+    """Return the object of `facts` for a run whose first start lives and has recorded no config yet, otherwise None.
+
+    What such a start does not know is None.
+    """
+    owner = read_owner(run)
+    now = time.time()
+    has_config = (run / CONFIG_FILE).exists() or (run / SLURM_DIR).exists()
+    if has_config or owner is None or not owner.is_living(now):
+        return None
+    age = format_duration(max(0.0, now - owner.owner.since))
+    log = supervise_log(run, 0)
+    show = f"tail -f {shlex.quote(str(log))}" if log.exists() else f"electra-dist status {shlex.quote(str(run))}"
+    unknown = ("last_event", "num_steps", "loss", "step_s", "eta_s", "checkpoint", "failure", "context_auc", "goodput")
+    empty = ("jobs", "links", "nodes_out", "silent_ranks", "waiting_for_storage", "excluded_nodes")
+    return {
+        **dict.fromkeys(unknown),
+        **{name: [] for name in empty},
+        "run": str(run),
+        "state": "living",
+        "reason": f"its first start began {age} ago, and has recorded no config yet",
+        "step": 0,
+        "owner": _owner(owner),
+        "seconds": Goodput().parts(),
+        "next": [show],
+    }
 
 
 # The JSON object
@@ -232,7 +274,7 @@ def facts(seen: Gathered) -> dict[str, Any]:
         "checkpoint": checkpoint.fields() if checkpoint else None,
         "failure": _failure(seen),
         "context_auc": evaluation.context_auc if evaluation else None,
-        "owner": _owner(seen),
+        "owner": _owner(seen.owner),
         "goodput": account.fraction,
         "seconds": account.parts(),
         "jobs": None if seen.queue_is_unknown else [asdict(job) for job in seen.queued_jobs],
@@ -255,17 +297,17 @@ def _remaining_s(seen: Gathered, step: int) -> float | None:
     return float(step_s * max(0, seen.config.train.num_steps - step))
 
 
-def _owner(seen: Gathered) -> dict[str, Any] | None:
+def _owner(lease: HeldLease | None) -> dict[str, Any] | None:
     """Return the process that holds the run folder's lease (the right to train in it), or None if nobody does."""
-    if seen.owner is None:
+    if lease is None:
         return None
     names = ("holder", "host", "pid", "since", "slurm_job")
-    return {**{name: getattr(seen.owner.owner, name) for name in names}, "renewed": seen.owner.renewed}
+    return {**{name: getattr(lease.owner, name) for name in names}, "renewed": lease.renewed}
 
 
 def _failure(seen: Gathered) -> dict[str, Any] | None:
-    """Return why the newest failed start has failed; None if none has, or if the run has saved or ended since then."""
-    failure = newest_failure(seen.failures)
+    """Return why the newest start has failed; None if it has not, or if the run has saved or ended since then."""
+    failure = newest_failure(since_newest_start(seen.failures, seen.ledger, seen.owner))
     if failure is None or seen.state == "finished":
         return None
     progress = ("checkpoint", "stop")

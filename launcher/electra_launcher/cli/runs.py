@@ -21,15 +21,16 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 
     The goodput, which it also shows, is the time of useful training steps divided by all time outside Slurm's queue.
     """
-    from electra_launcher.cli.run_facts import facts, gather
-    from electra_launcher.cli.status import lines
+    from electra_launcher.cli.run_facts import facts, first_start, gather
+    from electra_launcher.cli.status import lines, lines_of_first_start
 
-    seen = gather(run)
+    starting = first_start(run)
     if as_json:
-        print_json(facts(seen))
+        print_json(starting or facts(gather(run)))
         return
+    page = lines(gather(run)) if starting is None else lines_of_first_start(starting)
     out = open_console()
-    for line in lines(seen):
+    for line in page:
         out.print(line)
 
 
@@ -40,28 +41,36 @@ def why(run: RunFolder, as_json: AsJson = False) -> None:
     unknown, with the end of the rank's output.
     """
     from electra_dist.run.failures import account_of_end, read_failures
-    from electra_dist.run.folder import SLURM_DIR, is_run_folder
+    from electra_dist.run.folder import SLURM_DIR, is_run_folder, no_run
+    from electra_dist.run.lease import read_owner
     from electra_dist.run.ledger import read_ledger
 
-    _refuse_missing(run)
-    ledger, failures = read_ledger(run), read_failures(run)
+    ledger, failures, lease = read_ledger(run), read_failures(run), read_owner(run)
     # A start may fail before it has written a config, and a submitted run has none.
-    if not (ledger or failures or is_run_folder(run) or (run / SLURM_DIR).is_dir()):
-        raise UserError(f"{run}: not a run folder, because it has no config.yaml; give the run_dir of a run")
-    known = account_of_end(run, ledger, failures)
+    if not (ledger or failures or lease or is_run_folder(run) or (run / SLURM_DIR).is_dir()):
+        raise no_run(run)
+    known = account_of_end(run, ledger, failures, lease)
     if known["class"] is None and known["state"] in ("stopped", "done", "running or killed"):
-        from electra_launcher.cli.run_facts import facts, gather
+        from electra_launcher.cli.run_facts import facts, first_start, gather
 
         with contextlib.suppress(UserError):  # The account needs no config that can be read.
-            seen = facts(gather(run))
-            if known["state"] == "running or killed" and seen["state"] == "dead":
-                known |= {"state": "killed", "what": f"no end is recorded; {seen['reason']}"}
-            if known["state"] != "running or killed":
-                known["next"] = seen["next"]  # in the way in which the run was started: by hand or by Slurm
+            seen = first_start(run) or facts(gather(run))
+            if known["state"] == "running or killed":
+                known |= _account_of_state(seen)
+            known["next"] = seen["next"]  # in the way in which the run was started: by hand or by Slurm
     if as_json:
         print_json(known)
     else:
         _print_account(known)
+
+
+def _account_of_state(seen: dict[str, Any]) -> dict[str, Any]:
+    """Return "state" and "what" of a run whose newest start has recorded no end, by what `status` has `seen`."""
+    if seen["state"] == "dead":
+        return {"state": "killed", "what": f"no end is recorded; {seen['reason']}"}
+    if seen["state"] == "living":
+        return {"state": "running", "what": seen["reason"] or f"the newest start goes on, at step {seen['step']:,}"}
+    return {"state": seen["state"], "what": seen["reason"]}
 
 
 def _print_account(known: dict[str, Any]) -> None:
@@ -125,11 +134,6 @@ def verify(
         verify_rows(Path(path), as_json)
 
 
-def _refuse_missing(run: Path) -> None:
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run folder; give the run_dir of an existing run")
-
-
 def _check_local_checkpoints(run: Path) -> None:
     """Raise a UserError if another run has written local checkpoints of `run`. Checkpoints on S3 are not checked."""
     from electra_dist.checkpoint.owner import owner_of
@@ -160,7 +164,6 @@ def report(
     an older one. A run folder with checkpoints of another run is refused.
     """
     for run in runs:
-        _refuse_missing(run)
         _check_local_checkpoints(run)
     from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
     from electra_dist.report.report_page import write_report

@@ -31,7 +31,8 @@ def lines(seen: Gathered) -> list[str]:
     ]
     if known["goodput"] is not None:
         parts = goodput(seen.ledger, seen.jobs).described()
-        page.append(f"  goodput     {100 * known['goodput']:.1f} % ({parts})")
+        share = f"{100 * known['goodput']:.1f} %" if known["goodput"] else "known from the first checkpoint on"
+        page.append(f"  goodput     {share} ({parts})")
     if known["failure"] is not None:
         page.append(f"  failure     {known['failure']['account']}; more: electra-dist why {shlex.quote(known['run'])}")
     num_hidden = len(known["links"]) - _LINKS_SHOWN
@@ -51,6 +52,17 @@ def lines(seen: Gathered) -> list[str]:
     page.append("next:")
     page += [f"    {command}" for command in known["next"]]
     return page
+
+
+def lines_of_first_start(known: dict[str, Any]) -> list[str]:
+    """Return the lines of the page for a run of which only a first start is known (`first_start`)."""
+    owner = known["owner"]
+    return [
+        f"run {known['run']}: {known['state']} ({known['reason']})",
+        f"  owner       {owner['holder']} on host {owner['host']}, pid {owner['pid']}",
+        "next:",
+        *(f"    {command}" for command in known["next"]),
+    ]
 
 
 def _progress(known: dict[str, Any]) -> str:

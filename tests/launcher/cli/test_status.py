@@ -56,6 +56,18 @@ def test_a_folder_that_a_refused_first_start_left_names_the_refusal(tmp_path: Pa
     assert f"electra-dist why {tmp_path}" in message and "not a run folder" not in message
 
 
+def test_a_first_start_that_was_killed_is_not_said_to_be_refused(tmp_path: Path) -> None:
+    fields = {"time": "2026-01-01T00:00:00+00:00", "start": "s", "node": "n7", "rank": 0, "error": "refused"}
+    record_failure(tmp_path, 0, Failure(**fields), {})
+    take = "import sys, pathlib, os; from electra_dist.run.lease import take_lease"
+    die = f"{take}; take_lease(pathlib.Path(sys.argv[1]), 'supervisor', say=print); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", die, str(tmp_path)], check=False)
+
+    result = CliRunner().invoke(app, ["status", str(tmp_path)])
+
+    assert "killed before it recorded a config" in str(result.exception) and "start again" in str(result.exception)
+
+
 @pytest.fixture
 def run(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A submitted run of 20 steps that is at step 12 with checkpoint 10; `queue` sets what Slurm answers."""
@@ -237,6 +249,9 @@ def test_why_the_newest_start_has_failed_is_shown_until_the_run_saves_again_or_i
     assert "code, not node; not restarted a second time" in line and f"electra-dist why {run}" in line
     known = json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["failure"]
     assert (known["rank"], known["fault"], known["repeated"]) == (3, "code", True)
+    lease = take_lease(run, "supervisor", say=print)  # The next start has begun, and has recorded nothing yet.
+    assert not [line for line in shown(run) if line.startswith("  failure ")]
+    lease.release()
     for end in (event("stop", 5, step=15, why="SIGTERM"), event("done", 0, step=20)):
         ledger(run, end)
         assert not [line for line in shown(run) if line.startswith("  failure ")]
@@ -249,6 +264,50 @@ def test_the_reason_of_a_job_is_not_shown_for_a_run_that_was_continued_without_s
         ended = event("end", job="7", restart=0, ledger_events=3, verdict="stop", why="4 starts in a row")
         file.write(json.dumps(ended) + "\n")
     assert shown(run)[0].endswith(": stopped (stop: SIGINT, 30s ago)")
+
+
+def test_a_start_that_lives_ends_the_account_of_an_earlier_refusal(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    fields = {"time": "2026-01-01T00:00:00+00:00", "start": "s", "node": "n7", "rank": 0, "error": "refused"}
+    record_failure(folder, 0, Failure(**fields, line="corpus/corpus.json: no finished corpus"), {})
+    lease = take_lease(folder, "supervisor", say=print)
+    (folder / "supervise-0.log").touch()
+
+    page = shown(folder)
+    assert page[0].startswith(f"run {folder}: living (its first start began 0s ago")
+    assert commands(page) == [f"tail -f {folder}/supervise-0.log"]
+    assert f"pid {os.getpid()}" in page[1]
+    known = json.loads(CliRunner().invoke(app, ["status", str(folder), "--json"]).output)
+    assert (known["state"], known["failure"], known["num_steps"]) == ("living", None, None)
+    assert set(known) == set(facts(gather(run)))
+    why = CliRunner().invoke(app, ["why", str(folder)]).output.splitlines()
+    assert why[0] == f"run {folder}: running" and "its first start began" in why[1]
+    assert commands(why) == commands(page)
+
+    lease.release()
+    refused = CliRunner().invoke(app, ["status", str(folder)])
+    assert "the first start was refused" in str(refused.exception)
+
+
+def test_a_start_that_has_recorded_nothing_yet_lives_for_status_and_why(run: Path):
+    shutil.rmtree(run / "slurm")  # started by hand
+    ledger(run, event("crash", 50, step=12, why="RuntimeError"))
+    assert shown(run)[0].startswith(f"run {run}: dead")
+    lease = take_lease(run, "supervisor", say=print)
+    page = shown(run)
+    assert page[0] == f"run {run}: living"
+    why = CliRunner().invoke(app, ["why", str(run)]).output.splitlines()
+    assert why[:2] == [f"run {run}: running", "  what        the newest start goes on, at step 12"]
+    assert commands(why) == commands(page)
+    lease.release()
+    ledger(run, event("resume", 0, step=10, attempt=2))
+    assert CliRunner().invoke(app, ["why", str(run)]).output.splitlines()[0] == f"run {run}: running"
+
+
+def test_before_the_first_checkpoint_no_goodput_is_claimed(run: Path):
+    write(run / "ledger.jsonl", [event("start", 110, step=0, attempt=1, setup_s={"import": 5.0, "build": 2.0})])
+    (line,) = [line for line in shown(run) if line.startswith("  goodput ")]
+    assert line == "  goodput     known from the first checkpoint on (imports 5s, build 2s; 1 start, 0 steps lost)"
 
 
 def test_a_resumed_run_that_compiles_its_first_step_lives(run: Path):
@@ -484,5 +543,17 @@ def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path, command: str) -> 
     assert str(done.exception) == (
         f"{tmp_path}: not a run folder, because it has no config.yaml; give the run_dir of a run"
     )
+    missing = CliRunner().invoke(app, [command, str(tmp_path / "missing")])
+    assert str(missing.exception) == f"{tmp_path}/missing: no such folder; give the run_dir of a run"
     (tmp_path / "slurm").mkdir()
     assert command == "status" or "running or killed" in CliRunner().invoke(app, ["why", str(tmp_path)]).output
+
+
+@pytest.mark.parametrize("command", ["status", "why", "report", "export", "verify"])
+@pytest.mark.parametrize("record", ["finetune.json", "best/finetune.json", "seed-1/finetune.json"])
+def test_a_tuned_model_is_named_with_what_it_can_be_used_for(tmp_path: Path, command: str, record: str) -> None:
+    file = tmp_path / "tuned" / record
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    message = str(CliRunner().invoke(app, [command, str(tmp_path / "tuned")]).exception)
+    assert message.startswith(f"{tmp_path}/tuned: a tuned model, not a run; use it: electra-dist predict {tmp_path}")
