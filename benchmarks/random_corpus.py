@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
-from electra_dist.data.shard_format import write_shard
+from electra_dist.data.shard import write_shard
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 

@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from electra_dist.errors import UserError
-from electra_dist.store.atomic_files import read_regular
-from electra_dist.store.named_digest import NamedDigest, check_digest
+from electra_dist.store.atomic_files import NamedDigest, check_digest, read_regular
 from electra_dist.tokenizer_json import TokenizerJson
 from electra_dist.wordpiece import WordPieceTokenizer
 

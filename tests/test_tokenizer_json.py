@@ -15,7 +15,7 @@ from support.byte_level import TEXTS, byte_level_vocabulary
 
 from electra_dist.corpus.vocabulary import train_byte_level_bpe
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.named_digest import NamedDigest
+from electra_dist.store.atomic_files import NamedDigest
 from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, new_tokenizer
 
 VOCABULARY = byte_level_vocabulary()

@@ -226,7 +226,7 @@ def set_all_aside(targets: Sequence[Store]) -> list[str]:
 
 def open_targets(config: Config, patience: Patience | None = None) -> list[Store]:
     """Open the stores that receive every checkpoint, in the order in which a load tries them. Nothing is read yet.
-    Raises UserError if a URL is malformed, or if S3 is named and boto3 is not installed.
+    Raises UserError if a URL is malformed.
     """
     return [open_store(url, config.checkpoint.endpoint_url, patience) for url in config.checkpoint_urls]
 

@@ -26,8 +26,7 @@ from electra_dist.data.manifest import (
     write_corpus_vocabulary,
     write_manifest,
 )
-from electra_dist.data.shard import Shard
-from electra_dist.data.shard_format import MAX_HEADER_BYTES, MEMBER_SUFFIX, CheckedTarInfo, read_array_header
+from electra_dist.data.shard import MAX_HEADER_BYTES, MEMBER_SUFFIX, CheckedTarInfo, Shard, read_array_header
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.atomic_files import file_sha256, open_regular
 from electra_dist.store.interface import Store

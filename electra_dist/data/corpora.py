@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from electra_dist.config import Config, DataConfig
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, read_manifest
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, place_of, read_manifest
 from electra_dist.errors import ManifestMismatch, StoreMissing
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import canonical_json
@@ -130,7 +130,7 @@ class Corpora:
 
     def shard_name(self, shard: int) -> str:
         """Return a shard's file name for messages, by its index in `shards`; see `row_name` for later phases."""
-        phase, _ = self._phase_of(shard, [len(phase.manifest.shards) for phase in self.phases])
+        phase, _ = place_of(shard, [len(phase.manifest.shards) for phase in self.phases])
         name = self.shards[shard].entry.name
         return f"phase-{phase}/{name}" if phase else name
 
@@ -139,23 +139,14 @@ class Corpora:
 
         The result is "shard-000001.tar row 17", for example; "phase-n/" precedes it in the n-th phase after the first.
         """
-        phase, row_in_corpus = self._phase_of(row_id, [phase.manifest.num_rows for phase in self.phases])
+        phase, row_in_corpus = place_of(row_id, [phase.manifest.num_rows for phase in self.phases])
         name = self.phases[phase].manifest.row_name(row_in_corpus)
         return f"phase-{phase}/{name}" if phase else name
 
     def row_location(self, row_id: int) -> str:
         """Return where a row is, with the URL of its corpus, as in "s3://bucket/corpus/shard-000001.tar row 17"."""
-        phase, row_in_corpus = self._phase_of(row_id, [phase.manifest.num_rows for phase in self.phases])
+        phase, row_in_corpus = place_of(row_id, [phase.manifest.num_rows for phase in self.phases])
         return f"{self.phases[phase].store.url}/{self.phases[phase].manifest.row_name(row_in_corpus)}"
-
-    def _phase_of(self, number: int, counts: Sequence[int]) -> tuple[int, int]:
-        """Return the index of the phase to which a shard or a row belongs, and its number within that phase.
-
-        `counts` has the number of shards or rows of each phase.
-        """
-        ends = np.cumsum(counts)
-        phase = int(np.searchsorted(ends, number, side="right"))
-        return phase, number - int(ends[phase]) + counts[phase]
 
     def row_order(self, seed: int, window_shards: int, global_batch: int) -> RowOrder:
         """Return the order in which the run reads rows. `window_shards` shards at a time are shuffled together.

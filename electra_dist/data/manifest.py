@@ -7,7 +7,7 @@ Guarantee: the manifest is written atomically, after all files that it lists; a 
 unfinished. The manifest's `fingerprint` (SHA-256 of the canonical JSON) changes when any row, the tokenizer or the
 order of the shards changes, so a run notices that its corpus has been replaced.
 
-Limits: the manifest states which bytes a corpus consists of; `open_shard.py` verifies them.
+Limits: the manifest states which bytes a corpus consists of; `shard_cache.py` verifies them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -25,9 +26,9 @@ from pydantic import Field, model_validator
 
 from electra_dist.config import Positive, Section
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
+from electra_dist.store.atomic_files import NamedDigest
 from electra_dist.store.interface import Store, check_key
 from electra_dist.store.json_file import canonical_json, find_document
-from electra_dist.store.named_digest import NamedDigest
 from electra_dist.tokenizer import SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
 
 MANIFEST_KEY = "corpus.json"
@@ -151,11 +152,8 @@ class CorpusManifest(Section):
 
         `row_id` is in [0, num_rows). Ids count the rows of all shards, one shard after another, from 0.
         """
-        end_ids = np.cumsum([shard.rows for shard in self.shards])  # For each shard, the id after its last row.
-        shard_index = int(np.searchsorted(end_ids, row_id, side="right"))
-        shard = self.shards[shard_index]
-        first_id = int(end_ids[shard_index]) - shard.rows
-        return f"{shard.name} row {row_id - first_id}"
+        shard, row = place_of(row_id, [shard.rows for shard in self.shards])
+        return f"{self.shards[shard].name} row {row}"
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
@@ -166,6 +164,16 @@ class CorpusManifest(Section):
     def fingerprint(self) -> str:
         """Return the SHA-256 of the manifest's canonical JSON in hexadecimal, which identifies the corpus."""
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
+
+
+def place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
+    """Return in which of several parts an element is, and its number in that part, both from 0.
+
+    The elements of all parts are numbered one part after another; `counts` has the number of elements of each part.
+    """
+    ends = np.cumsum(counts)
+    part = int(np.searchsorted(ends, number, side="right"))
+    return part, number - int(ends[part]) + counts[part]
 
 
 def heldout_of(location: str) -> str:

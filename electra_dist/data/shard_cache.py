@@ -1,14 +1,16 @@
 """Keep the shards that a process reads open, fetch those that it needs next, and copy rows from them.
 
-Guarantee: every shard is verified when it is opened (`open_shard.py`). Every copy of a row that `ShardCache.read_rows`
-returns has the checksum that the row had then, so a bit that flips on the disk afterwards does not reach a batch. A
-cached shard is then fetched again, and the reading goes on; a local one ends the run with an error that names the
-shard and the block. No shard is skipped silently.
+Guarantee: an opened shard had the SHA-256 and the number of rows that the manifest lists, read through the descriptor
+by which it is mapped. Every copy of a row that `ShardCache.read_rows` returns has the checksum that the row had then,
+so a bit that flips on the disk afterwards does not reach a batch. A cached shard with other bytes is fetched again,
+and the reading goes on; a local one ends the run with an error that names the shard and the block. No shard is skipped
+silently.
 
-How: threads open the shards that are needed next. The checksums of rows (`receipt.py`) stay in memory, so they need no
-file of their own that could be damaged, and corpora of others have them, too. A shard stays open, and a cached one
-locked against deletion, until it is no longer needed. The threads are daemons: a process that ends does not wait for a
-download. The next process that needs the shard deletes the unfinished file.
+How: a shard of a local corpus is opened in place, one on S3 in the node's cache. Threads open the shards that are
+needed next. The checksums of rows (`receipt.py`) stay in memory, so they need no file of their own that could be
+damaged, and corpora of others have them, too. A shard stays open, and a cached one locked against deletion, until it
+is no longer needed. The threads are daemons: a process that ends does not wait for a download. The next process that
+needs the shard deletes the unfinished file.
 
 Limits: all methods must be called by the same thread; in a run, it is the thread of the loader. A file that becomes
 shorter while it is mapped ends the process with SIGBUS; the next start refuses it by its size.
@@ -17,6 +19,7 @@ shorter while it is mapped ends the process with SIGBUS; the next start refuses 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import resource
 import sys
@@ -33,15 +36,17 @@ from numpy.typing import NDArray
 
 from electra_dist.config import DataConfig
 from electra_dist.data.cache_folder import SHARDS_DIR
-from electra_dist.data.corpora import Corpora
+from electra_dist.data.corpora import Corpora, StoredShard
+from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.node_cache import NodeCache
-from electra_dist.data.open_shard import open_verified
 from electra_dist.data.peer_group import PeerGroup
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
-from electra_dist.errors import ManifestMismatch, StoreExhausted, UserError
+from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError
 from electra_dist.escapes import printable
+from electra_dist.store.atomic_files import file_sha256, readable
 from electra_dist.store.patience import waits
 
+_TRIES = 5  # Times that a cached shard may have wrong bytes, or be deleted before it is open.
 _READINGS = 5  # Times that rows are read before their bytes count as wrong for good.
 _OTHER_FILES = 512  # Files and connections of a process besides its open shards.
 _CLOSE_S = 2.0  # Seconds for which `close` waits for threads that are in the middle of a download.
@@ -246,6 +251,75 @@ def rows_of_shards(corpora: Corpora, shard_indices: Iterable[int]) -> Iterator[t
         contextlib.closing(ShardCache(corpora, Path(folder), fetch_threads=1, limit_bytes=0)) as cache,
     ):
         yield from cache.whole_shards(shard_indices)
+
+
+def open_verified(shard: StoredShard, corpora: Corpora, node_cache: NodeCache) -> Shard:
+    """Open and verify a shard of `corpora`, which the caller must close; raise ManifestMismatch if it is another."""
+    path = shard.local_path
+    if path is None:
+        return _open_in_node_cache(shard, corpora, node_cache)
+    opened = _open_if_listed(path, shard.entry, corpora, is_cached=False)
+    if opened is None:
+        raise ManifestMismatch(
+            f"{path}: not the shard that corpus.json lists, which has {shard.entry.bytes} bytes and sha256 "
+            f"{shard.entry.sha256[:12]}...; restore the file or build the corpus again"
+        )
+    return opened
+
+
+def _open_in_node_cache(shard: StoredShard, corpora: Corpora, node_cache: NodeCache) -> Shard:
+    path = node_cache.path(shard.entry)
+    num_wrong = 0
+    num_deleted = 0  # times that another process has evicted the shard between its fetch and its opening
+    while num_wrong < _TRIES and num_deleted < _TRIES:
+        node_cache.ensure(shard, verify=num_wrong > 0)
+        try:
+            opened = _open_if_listed(path, shard.entry, corpora, is_cached=True)
+        except StoreMissing:
+            num_deleted += 1
+            continue
+        if opened is not None:
+            return opened
+        num_wrong += 1
+    if num_deleted == _TRIES:
+        raise StoreAway(
+            f"{path}: deleted {_TRIES} times in a row before it could be opened, because other processes need "
+            "its place; free space there, raise data.cache_limit_gb, or set data.cache_dir to a larger disk"
+        )
+    raise StoreExhausted(
+        f"{path}: wrong bytes {_TRIES} times in a row, although those that were fetched were right; test the "
+        "memory and the disk of this node, or set data.cache_dir to another disk"
+    )
+
+
+def _open_if_listed(path: Path, entry: ShardEntry, corpora: Corpora, *, is_cached: bool) -> Shard | None:
+    """Open the shard in a file; return None if its size or SHA-256 differs from the manifest entry.
+
+    Raises ManifestMismatch if the file is the listed one, but is no shard or has another number of rows. A file that
+    `is_cached` is locked against deletion, and its time of last use is set.
+    """
+    with readable(path):
+        if path.stat().st_size != entry.bytes:
+            return None
+    try:
+        shard = Shard(path, corpora.seq_len, corpora.numpy_dtype, lock=is_cached, verify=True)
+    except ManifestMismatch:
+        if file_sha256(path) == entry.sha256:
+            raise
+        return None
+    if shard.sha256 != entry.sha256:
+        shard.close()
+        return None
+    if shard.num_rows != entry.rows:
+        shard.close()
+        raise ManifestMismatch(
+            f"{path}: has {shard.num_rows} rows, but corpus.json lists {entry.rows}; build the corpus "
+            f"again, or delete corpus.json and run `electra-dist corpus index`"
+        )
+    if is_cached:
+        with contextlib.suppress(OSError):  # evicted meanwhile, or on a disk that is now read-only
+            os.utime(path)  # the time of its last use
+    return shard
 
 
 def _allow_open_files(num_files: int) -> None:

@@ -66,11 +66,11 @@ class ShardServer:
     called, it answers every request with 202 (Accepted): the other node asks again later.
     """
 
-    def __init__(self, host: str, token: str, port: int = 0) -> None:
-        """Listen on `host`, this node's address in the cluster's network. Port 0 means any free port."""
+    def __init__(self, host: str, token: str) -> None:
+        """Listen on a free port of `host`, this node's address in the cluster's network."""
         self._token = token.encode()
         self._served: _ServedCache | None = None
-        self._listener = socket.create_server((host, port), backlog=_BACKLOG)
+        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.address = Address(host, self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()

@@ -45,10 +45,17 @@ from electra_dist.pretrained.hf import (
     with_prefix,
 )
 from electra_dist.pretrained.hf_settings import comparable_settings, model_section, shape_of
-from electra_dist.store.atomic_files import check_regular, file_sha256, read_regular, readable, replacing
+from electra_dist.store.atomic_files import (
+    NamedDigest,
+    check_digest,
+    check_regular,
+    file_sha256,
+    read_regular,
+    readable,
+    replacing,
+)
 from electra_dist.store.interface import check_key
 from electra_dist.store.json_file import find_document, read_json_object
-from electra_dist.store.named_digest import NamedDigest, check_digest
 
 PRETRAINING_FILE = "pretraining.json"
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")

@@ -61,9 +61,8 @@ from electra_dist.run.folder import (
     open_run,
     read_identity,
 )
-from electra_dist.store.atomic_files import read_regular, readable
+from electra_dist.store.atomic_files import NamedDigest, check_digest, read_regular, readable
 from electra_dist.store.json_file import parse_document
-from electra_dist.store.named_digest import NamedDigest, check_digest
 from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 

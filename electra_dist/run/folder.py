@@ -27,6 +27,7 @@ from electra_dist.errors import ManifestMismatch, OtherNumerics, StoreAway, User
 from electra_dist.store.atomic_files import (
     PRIVATE,
     SHARED,
+    NamedDigest,
     disk_problem,
     is_temporary,
     nearest_folder,
@@ -36,7 +37,6 @@ from electra_dist.store.atomic_files import (
     writable,
 )
 from electra_dist.store.json_file import canonical_json, find_document, first_difference
-from electra_dist.store.named_digest import NamedDigest
 from electra_dist.store.patience import Patience, patient
 
 # Written by every start before its first step.
@@ -175,9 +175,7 @@ def recorded_fingerprints(run_dir: Path, num_phases: int) -> list[str] | None:
 
 def recorded_numerics(run_dir: Path) -> int | None:
     """Return the version of random draws and rounding of the run's last start, or None if no run was begun."""
-    if not (run_dir / IDENTITY_FILE).exists():
-        return None
-    numerics: int = read_identity(run_dir)["numerics"]
+    numerics: int | None = read_identity(run_dir).get("numerics")
     return numerics
 
 

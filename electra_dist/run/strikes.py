@@ -10,7 +10,6 @@ locks, a torn line that a killed machine left is not removed and must be deleted
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,16 +60,13 @@ def read_strikes(run_dir: Path, *, patience: Patience | None = None) -> list[Str
     return list(read_records(Path(run_dir) / STRIKES_FILE, Strike.model_validate))
 
 
-def excluded_nodes(
-    strikes: Iterable[Strike], now: float, *, expires_s: float = EXPIRES_S, threshold: int = 1
-) -> list[str]:
-    """Return the sorted names of nodes with at least `threshold` strikes younger than `expires_s` seconds at `now`.
+def excluded_nodes(strikes: Iterable[Strike], now: float, *, expires_s: float = EXPIRES_S) -> list[str]:
+    """Return the sorted names of the nodes with a strike that is younger than `expires_s` seconds at `now`.
 
     A strike dated in the future counts, because the clocks of nodes differ. If the date is more than two days ahead,
     the strike does not count: its clock was wrong, and it would exclude the node for too long.
     """
-    strikes_by_node = Counter(strike.node for strike in strikes if -_MOST_AHEAD_S < now - strike.time < expires_s)
-    return sorted(node for node, num_strikes in strikes_by_node.items() if num_strikes >= threshold)
+    return sorted({strike.node for strike in strikes if -_MOST_AHEAD_S < now - strike.time < expires_s})
 
 
 def _plain(text: str, max_chars: int) -> str:

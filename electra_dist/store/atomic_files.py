@@ -22,9 +22,9 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO, Literal
+from typing import IO, BinaryIO, Literal, NamedTuple
 
-from electra_dist.errors import StoreAway, StoreError, StoreMissing
+from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.failure_kinds import OS_FAILURES, FailureKind, os_failure
 
 _FOLDER_TRIES = 20  # Attempts to create a file whose folder other processes remove again and again.
@@ -79,6 +79,23 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a local file in hexadecimal. Wrap the call in `readable` to convert an OSError."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class NamedDigest(NamedTuple):
+    """SHA-256 that a file must have, and what the error message says if the file has another one."""
+
+    sha256: str  # hexadecimal
+    named_by: str  # path or URL of the file that names this digest
+    next_step: str  # what the user can do about another digest, as an imperative
+
+
+def check_digest(data: bytes, name: str, expected: NamedDigest) -> None:
+    """Raise ManifestMismatch, which names the file, if its content `data` does not have the digest `expected`."""
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected.sha256:
+        raise ManifestMismatch(
+            f"{name}: its sha256 is {found}, but {expected.named_by} names {expected.sha256}; {expected.next_step}"
+        )
 
 
 def create_file(path: Path, mode: Literal["wb", "xb"], permissions: int = SHARED) -> BinaryIO:

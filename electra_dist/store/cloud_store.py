@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import re
 import secrets
@@ -30,11 +29,11 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreMissing, UserError
+from electra_dist.errors import StoreError, StoreMissing, UserError
 from electra_dist.extras import missing_packages
-from electra_dist.store.atomic_files import replacing
 from electra_dist.store.failure_kinds import (
     CHECK_SERVICE,
+    NOT_FOUND,
     Failure,
     FailureKind,
     away,
@@ -42,9 +41,8 @@ from electra_dist.store.failure_kinds import (
     safe_code,
     transient,
 )
-from electra_dist.store.interface import Store, check_key, in_parallel
+from electra_dist.store.interface import RemoteStore, check_key, in_parallel
 from electra_dist.store.patience import LEAST_BYTES_PER_S, Outage, Patience
-from electra_dist.store.s3.answers import NOT_FOUND, TRIES_MISSING
 
 Result = TypeVar("Result")
 
@@ -121,7 +119,7 @@ class _RangeAnswer(NamedTuple):
     etag: str | None
 
 
-class CloudStore(Store):
+class CloudStore(RemoteStore):
     """Store of objects below az://container/prefix or gs://bucket/prefix. Thread-safe."""
 
     _lock = threading.Lock()
@@ -143,60 +141,13 @@ class CloudStore(Store):
         self._prefix = prefix.strip("/")
         if self._prefix:
             check_key(self._prefix)
-        self.url = f"{self._scheme}{bucket}/{self._prefix}".rstrip("/")
-        self._endpoint_url = endpoint_url
-        self.patience = patience
-        self.reread_pauses_s = patience.pace.reread_pauses_s
+        super().__init__(f"{self._scheme}{bucket}/{self._prefix}".rstrip("/"), endpoint_url, patience)
         self._client: Any = None
         self._answered = False  # Whether any request has succeeded.
-
-    def __reduce__(self) -> tuple[type[CloudStore], tuple[str, str | None, Patience]]:
-        """Pickle only the URLs and the limits: another process opens the store anew."""
-        return CloudStore, (self.url, self._endpoint_url, self.patience)
-
-    @override
-    def local_path(self, key: str) -> None:
-        """Check the key and return None, because the object has no local path."""
-        check_key(key)
-
-    @override
-    def read(self, key: str) -> bytes:
-        sink = io.BytesIO()
-        self._download(key, sink, must_exist=True)
-        return sink.getvalue()
-
-    @override
-    def read_or_none(self, key: str) -> bytes | None:
-        sink = io.BytesIO()
-        try:
-            self._download(key, sink, must_exist=False)
-        except StoreMissing:
-            return None
-        return sink.getvalue()
-
-    @override
-    def read_range(self, key: str, start: int, length: int) -> memoryview:
-        sink = io.BytesIO()
-        if length:
-            self._download(key, sink, must_exist=True, start=start, end=start + length)
-        return sink.getbuffer()
-
-    @override
-    def exists(self, key: str) -> bool:
-        try:
-            self.size(key)
-        except StoreMissing:
-            return False
-        return True
 
     @override
     def size(self, key: str) -> int:
         return int(self._call(key, lambda client: _obstore().head(client, check_key(key)))["size"])
-
-    @override
-    def fetch(self, key: str, destination: Path) -> None:
-        with replacing(destination) as out:
-            self._download(key, out, must_exist=True)
 
     @override
     def write(self, key: str, data: bytes) -> None:
@@ -263,13 +214,9 @@ class CloudStore(Store):
         """Return 0: the parts of unfinished uploads cannot be listed."""
         return 0
 
-    def _download(
-        self, key: str, sink: IO[bytes], *, must_exist: bool, start: int = 0, end: int | None = None
-    ) -> None:
-        """Write the bytes [start, end) of one version of an object to the empty file `sink`; `end` None is its end.
-
-        If the object is replaced meanwhile, the download begins again. With `must_exist`, "not found" is tried again.
-        """
+    @override
+    def download(self, key: str, sink: IO[bytes], *, must_exist: bool, start: int = 0, end: int | None = None) -> None:
+        """Read the object in ranges; if it is replaced meanwhile, begin again."""
         check_key(key)
         furthest = 0
         etag = None
@@ -323,8 +270,6 @@ class CloudStore(Store):
             while True:
                 try:
                     result = operation(self._connect())
-                except UserError:
-                    raise
                 except Exception as error:  # noqa: BLE001  (what it means is looked up)
                     self._wait_or_raise(key, error, outage, must_exist=False)
                 else:
@@ -337,21 +282,13 @@ class CloudStore(Store):
             raise error
         where = f"{self.url}/{key}".rstrip("/")
         failure = _failure(error)
-        if failure is NOT_FOUND and not must_exist:
+        if failure == NOT_FOUND and not must_exist:
             raise StoreMissing(f"{where}: no such object; check the URL, or build or restore the object") from None
         advice = failure.advice.format(credentials=_SET_CREDENTIALS[self._scheme])
-        text = f"{where}: {failure.reason}; {advice}"
         kind = failure.kind_for(answered=self._answered)
         if kind not in (FailureKind.TRANSIENT, FailureKind.AWAY):
-            raise StoreError(text) from None
-        if failure is NOT_FOUND and outage.failures_of(text) + 1 >= TRIES_MISSING:
-            raise StoreMissing(f"{where}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}") from None
-        try:
-            outage.wait_after(StoreAway(text), is_away=kind is FailureKind.AWAY)
-        except StorageLost:
-            if failure is NOT_FOUND and outage.is_over_with_only(text):
-                raise StoreMissing(text) from None
-            raise
+            raise StoreError(f"{where}: {failure.reason}; {advice}") from None
+        outage.wait_after_failure(where, dataclasses.replace(failure, kind=kind, advice=advice))
 
     def _connect(self) -> Any:
         """Return obstore's client of the container; refuse a process forked from one that has used obstore."""

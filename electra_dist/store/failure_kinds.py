@@ -134,6 +134,7 @@ OS_FAILURES: Mapping[int, Failure] = {
 
 
 CHECK_SERVICE = "check the object and the storage service, then start again"
+NOT_FOUND = transient("no such object", "restore the object or build its folder again")
 _RENEW = "renew them, then start again"
 _SET_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role"
 _CORRECT_ENDPOINT = "check the endpoint URL and the network"

@@ -1,4 +1,4 @@
-"""Define the interface of a store, which a local folder and an S3 prefix both implement.
+"""Define the interface of a store, and what all stores of objects in a bucket have in common.
 
 Guarantee: a reader sees a write entirely or not at all, even if the writer is killed. Of several `write_new` calls for
 one free key at the same time, exactly one returns True. A key cannot name anything outside the store. A user's mistake
@@ -8,15 +8,19 @@ holds a credential.
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
+
+from typing_extensions import override
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
+from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
 from electra_dist.store.wait_reporter import act_for, acting_thread
 
@@ -181,6 +185,67 @@ class Store(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url})"
+
+
+class RemoteStore(Store):
+    """Store of objects below a prefix in a bucket, of S3 or of another cloud. Thread-safe."""
+
+    def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
+        """Take a URL that was checked. `endpoint_url` None is the cloud's own service."""
+        self.url = url
+        self.patience = patience
+        self.reread_pauses_s = patience.pace.reread_pauses_s
+        self._endpoint_url = endpoint_url
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle only the URLs and the limits: another process opens the store anew and counts retries from 0."""
+        return type(self), (self.url, self._endpoint_url, self.patience)
+
+    @abstractmethod
+    def download(self, key: str, sink: IO[bytes], *, must_exist: bool, start: int = 0, end: int | None = None) -> None:
+        """Write the bytes [start, end) of one version of an object to `sink`, an empty, seekable file.
+
+        `end` None is the end of the object. With `must_exist`, the answer "not found" is tried again.
+        """
+
+    @override
+    def local_path(self, key: str) -> None:
+        check_key(key)
+
+    @override
+    def read(self, key: str) -> bytes:
+        sink = io.BytesIO()
+        self.download(key, sink, must_exist=True)
+        return sink.getvalue()
+
+    @override
+    def read_or_none(self, key: str) -> bytes | None:
+        sink = io.BytesIO()
+        try:
+            self.download(key, sink, must_exist=False)
+        except StoreMissing:
+            return None
+        return sink.getvalue()
+
+    @override
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        sink = io.BytesIO()
+        if length:
+            self.download(key, sink, must_exist=True, start=start, end=start + length)
+        return sink.getbuffer()
+
+    @override
+    def exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except StoreMissing:
+            return False
+        return True
+
+    @override
+    def fetch(self, key: str, destination: Path) -> None:
+        with replacing(destination) as out:
+            self.download(key, out, must_exist=True)
 
 
 def in_parallel(

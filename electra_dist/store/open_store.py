@@ -17,12 +17,12 @@ def open_store(url: str, endpoint_url: str | None = None, patience: Patience | N
 
     A missing folder or bucket is noticed at the first use. `endpoint_url` names an S3-compatible service, such as
     http://10.0.0.1:9000; None is AWS. `patience` says how long operations wait for storage that is full or does not
-    respond; None means three minutes, as in a command. Raises UserError for a malformed URL or if boto3 is missing.
+    respond; None means three minutes, as in a command. Raises UserError for a malformed URL.
     """
     if patience is None:
         patience = command_patience()
     if url.startswith("s3://"):
-        from electra_dist.store.s3.s3_store import S3Store  # boto3 is an optional dependency.
+        from electra_dist.store.s3.s3_store import S3Store  # its import of boto3 takes long
 
         return S3Store(url, endpoint_url, patience)
     if url.startswith(REMOTE_SCHEMES):

@@ -28,14 +28,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from electra_dist.errors import StorageLost, StoreAway, error_line
-from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error
+from electra_dist.errors import StorageLost, StoreAway, StoreMissing, error_line
+from electra_dist.store.failure_kinds import NOT_FOUND, Failure, FailureKind, is_worth_waiting_for, kind_of_error
 from electra_dist.store.wait_reporter import BEAT_S, WaitReporter, acting_thread, print_line
 
 COMMAND_PATIENCE_S = 180.0  # patience of a store that is opened without one
 LEAST_BYTES_PER_S = 16 << 10  # a slower connection counts as failed
 _LEAST_PAUSE_S = 0.001  # with less time left, an operation gives up
 _QUIET_S = 1.0  # a fault that should pass at once is shown when it has lasted this long
+# After so many answers "not found", or when the patience ends with nothing but such answers, an object that a manifest
+# names counts as missing. One answer is too few: a faulty service gives it, up to a few times in a row, for objects
+# that exist, and a checkpoint with a missing file is set aside. The pauses between five are 1.5 s together at most.
+_TRIES_MISSING = 5
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -73,18 +77,6 @@ class Outage:
         self._is_shown = False
         self._new_bytes = 0  # received since the last progress
         self._last_progress = patience.clock()
-
-    def failures_of(self, text: str) -> int:
-        """Return how many failures with this text came since the last progress."""
-        return self._failures[text]
-
-    def is_over_with_only(self, text: str) -> bool:
-        """Return whether the store's whole time limit is over, with nothing but failures of this text meanwhile.
-
-        The result is False if `Patience.at_most` or `abandon` has ended the wait earlier.
-        """
-        is_over = self._patience.clock() - self._since > self._patience.limit_s - _LEAST_PAUSE_S
-        return is_over and self._failures[text] == self._failures.total()
 
     def progress(self, num_bytes: int) -> None:
         """Record that `num_bytes` new bytes arrived; if they came fast enough, the time limit begins anew."""
@@ -130,6 +122,25 @@ class Outage:
             reason = error_line(self._first).removeprefix("error: ")
             self._is_shown = patience.reporter.begin(reason, patience.limit_now_s())
         patience.sleep(pause_s)
+
+    def wait_after_failure(self, where: str, failure: Failure) -> None:
+        """Pause before a failed request about the object `where` is sent again; `failure` may pass.
+
+        Raises StoreMissing if the answer was "not found" several times in a row or until the store's time limit was
+        over, otherwise StorageLost after the limit.
+        """
+        text = f"{where}: {failure.reason}; {failure.advice}"
+        is_missing = failure == NOT_FOUND
+        if is_missing and self._failures[text] + 1 >= _TRIES_MISSING:
+            raise StoreMissing(f"{where}: {failure.reason}, {_TRIES_MISSING} times; {failure.advice}") from None
+        try:
+            self.wait_after(StoreAway(text), is_away=failure.kind is FailureKind.AWAY)
+        except StorageLost:
+            # `Patience.at_most` or `abandon` may have ended the wait before the whole limit was over.
+            is_over = self._patience.clock() - self._since > self._patience.limit_s - _LEAST_PAUSE_S
+            if is_missing and is_over and self._failures[text] == self._failures.total():
+                raise StoreMissing(text) from None  # the service has answered each time
+            raise
 
     def close(self, is_back: bool) -> None:
         """End the wait if one was reported; with `is_back` (the last try succeeded), report that storage is back."""

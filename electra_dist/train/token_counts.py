@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0
 from electra_dist.data.corpora import Corpora
+from electra_dist.data.shard import parse_array
 from electra_dist.data.shard_cache import ShardCache
-from electra_dist.data.shard_format import parse_array
 from electra_dist.engine.process_group import local_device
 from electra_dist.errors import UserError
 from electra_dist.run.folder import token_counts_file

@@ -13,7 +13,7 @@ from support.folder_contents import file_contents
 from electra_dist.corpus.builder.build_corpus import build_corpus
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.index_shards import index_corpus
-from electra_dist.data.shard_format import write_shard
+from electra_dist.data.shard import write_shard
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import Vocabulary

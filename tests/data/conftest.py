@@ -13,7 +13,7 @@ from support.s3_fixtures import bucket, proxy, s3
 
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
-from electra_dist.data.shard_format import write_shard
+from electra_dist.data.shard import write_shard
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 

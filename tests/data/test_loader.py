@@ -20,10 +20,9 @@ from electra_dist.data import shard_cache
 from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.open_shard import open_verified
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
-from electra_dist.data.shard_cache import ShardCache
+from electra_dist.data.shard_cache import ShardCache, open_verified
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreMissing, UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience

@@ -15,10 +15,9 @@ from support.remote_store import Remote
 from electra_dist.data import shard_cache
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
-from electra_dist.data.open_shard import open_verified
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
-from electra_dist.data.shard_cache import ShardCache
+from electra_dist.data.shard_cache import ShardCache, open_verified
 from electra_dist.errors import StorageLost
 from electra_dist.store.open_store import open_store
 

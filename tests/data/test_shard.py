@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra_dist.data import shard as shard_module
-from electra_dist.data.shard import Shard
-from electra_dist.data.shard_format import write_shard
+from electra_dist.data.shard import Shard, write_shard
 from electra_dist.errors import ManifestMismatch, StoreError, StoreMissing
 
 SEQ_LEN = 8

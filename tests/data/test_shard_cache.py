@@ -26,7 +26,7 @@ from support.fault_server import FaultPlan, FaultProxy
 from support.remote_store import Remote
 
 from electra_dist.config import DataConfig
-from electra_dist.data import node_cache, open_shard
+from electra_dist.data import node_cache, shard_cache
 from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.shard import Shard
@@ -496,8 +496,8 @@ def test_a_shard_that_others_delete_again_and_again_is_not_fetched_for_ever(
         path.unlink()
         return open_if_listed(path, *arguments, **keys)
 
-    open_if_listed = open_shard._open_if_listed
-    monkeypatch.setattr(open_shard, "_open_if_listed", delete_and_open)
+    open_if_listed = shard_cache._open_if_listed
+    monkeypatch.setattr(shard_cache, "_open_if_listed", delete_and_open)
     with (
         closing(ShardCache(Corpora.of(remote, corpus.manifest), tmp_path, fetch_threads=1)) as cache,
         pytest.raises(StoreAway, match=r"deleted 5 times in a row before it could be opened, .*cache_limit_gb"),

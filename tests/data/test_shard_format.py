@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from electra_dist.data.shard import Shard
-from electra_dist.data.shard_format import parse_array, write_shard
+from electra_dist.data.shard import Shard, parse_array, write_shard
 from electra_dist.errors import ManifestMismatch
 
 SECOND_MEMBER = 1024  # where its header begins, after a header and a block of rows of 512 bytes each

@@ -107,10 +107,6 @@ def test_only_strikes_that_have_not_expired_count_towards_the_exclusion_of_a_nod
     assert excluded_nodes(strikes, DAY_S + 5) == ["n1", "n10", "n2"]
     assert excluded_nodes(strikes, DAY_S + 10) == ["n1", "n10"]
 
-    # With a threshold of two strikes, only n1 is excluded, until its first strike expires.
-    assert excluded_nodes(strikes, DAY_S - 0.5, threshold=2) == ["n1"]
-    assert excluded_nodes(strikes, DAY_S + 5, threshold=2) == []
-
     # At 20 s the strike of n2 at 10 s still counts with an expiry of 10.5 s; those near the end of the day are ahead.
     assert excluded_nodes(strikes, 20.0, expires_s=10.5) == ["n1", "n10", "n2"]
 

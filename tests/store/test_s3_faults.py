@@ -16,7 +16,7 @@ from support import s3_server
 from support.fault_server import BODY_FAULTS, DOWNLOAD_FAULTS, FaultPlan, FaultProxy
 
 from electra_dist.errors import StorageLost, StoreError, StoreMissing, UserError
-from electra_dist.store.interface import Store
+from electra_dist.store.interface import RemoteStore, Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Pace, Patience
 
@@ -330,8 +330,9 @@ def test_full_disk_is_not_mistaken_for_a_network_fault(faulty: Callable[..., Sto
 
     store = faulty(FaultPlan(rate=0.0))
     store.write("x", DATA)
+    assert isinstance(store, RemoteStore)
     with pytest.raises(OSError, match="No space left"):
-        store._requests.download("x", FullDisk(), must_exist=False)  # type: ignore[attr-defined]
+        store.download("x", FullDisk(), must_exist=False)
     assert store.patience.retries == 0
 
 

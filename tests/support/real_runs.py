@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
-from electra_dist.data.shard_format import write_shard
+from electra_dist.data.shard import write_shard
 from electra_dist.store.open_store import open_store
 
 _PORTS = range(10_000, 20_000)

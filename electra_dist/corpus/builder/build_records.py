@@ -46,8 +46,9 @@ from electra_dist.data.manifest import (
     read_named_vocabulary,
     write_corpus_vocabulary,
 )
-from electra_dist.data.shard_format import parse_array
+from electra_dist.data.shard import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
+from electra_dist.store.atomic_files import NamedDigest
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.store.json_file import (
     DamagedJson,
@@ -57,7 +58,6 @@ from electra_dist.store.json_file import (
     parse_json_object,
     validate_json,
 )
-from electra_dist.store.named_digest import NamedDigest
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
 
 _SHARDS = "shard-"  # beginning of the shards' names

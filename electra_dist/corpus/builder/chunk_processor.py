@@ -7,16 +7,15 @@ Guarantee: the rows depend on the chunk and the request alone. Every document of
 held out or one kind of skipped. Every token of a used or held-out document is in exactly one row.
 
 How: a chunk's seeds follow from its place in the corpus (`worker_stages.py`), so the number of workers cannot
-change the rows. Examples of different chunks never share a row. A worker process imports this module, which does not
-import torch.
+change the rows. Examples of different chunks never share a row.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,7 +25,9 @@ from electra_dist.corpus.counts import Counts, skipped_documents
 from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument, SkippedDocument, decode_counted
 from electra_dist.tokenizer import new_tokenizer
 
-_LINES_PER_CALL = 2048  # lines in one call of the tokenizer
+Item = TypeVar("Item")
+
+_LINES_PER_CALL = 2048  # least number of lines in a call of the tokenizer, except in the last one of a chunk
 
 
 class Rows(NamedTuple):
@@ -127,7 +128,7 @@ class ChunkProcessor:
 
         One call of the tokenizer encodes the lines of many texts, because that is faster than a call for each text.
         """
-        for batch in _batches(texts):
+        for batch in in_groups(texts, lambda text: text.text.count("\n") + 1, _LINES_PER_CALL):
             lines_of_texts = [self._tokenizer.split_lines(text.text) for text in batch]
             all_lines = [line for lines in lines_of_texts for line in lines]
             ids_of_all_lines = self._tokenizer.encode(all_lines)
@@ -198,16 +199,16 @@ class _RowCollector:
         return Rows(block, places), counts
 
 
-def _batches(texts: Iterable[_Text]) -> Iterator[list[_Text]]:
-    """Yield consecutive texts in groups of at least `_LINES_PER_CALL` lines; only the last group may have fewer."""
-    batch: list[_Text] = []
-    num_lines = 0
-    for text in texts:
-        batch.append(text)
-        num_lines += text.text.count("\n") + 1
-        if num_lines >= _LINES_PER_CALL:
-            yield batch
-            batch = []
-            num_lines = 0
-    if batch:
-        yield batch
+def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], least: int) -> Iterator[list[Item]]:
+    """Yield consecutive items in groups whose sizes add up to `least` or more; only the last group may have less."""
+    group: list[Item] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= least:
+            yield group
+            group = []
+            size = 0
+    if group:
+        yield group

@@ -29,6 +29,7 @@ from electra_dist.corpus.builder.build_records import (
     FinishedBucket,
     read_output_vocabulary,
 )
+from electra_dist.corpus.builder.chunk_processor import in_groups
 from electra_dist.corpus.builder.examples import row_dtype
 from electra_dist.corpus.builder.worker_stages import put_shard
 from electra_dist.corpus.counts import MAX_FIELDS, SKIPPED, Counts, most_frequent
@@ -177,8 +178,7 @@ class _Join:
         origin_files: list[OriginFile] = []
         for buckets, rows in self._heldout_shards():
             name = f"shard-{len(entries):06d}.tar"
-            num_tokens = int(np.count_nonzero(rows != pad_id))
-            entries.append(put_shard(self._heldout_store, name, rows, num_tokens))
+            entries.append(put_shard(self._heldout_store, name, rows, pad_id))
             if with_origins:
                 table = join_tables((self._records.heldout_origins(bucket), bucket.heldout_rows) for bucket in buckets)
                 origin_files.append(put_origins(self._heldout_store, name, table))
@@ -197,23 +197,10 @@ class _Join:
         A bucket (a range of the documents) has far fewer held-out rows than a shard, so those of several are joined.
         """
         shard_bytes = int(self._parameters["shard_size_mb"] * 1e6)
-        buckets: list[FinishedBucket] = []
-        blocks: list[np.ndarray] = []
-        blocks_bytes = 0
-        for bucket in self._buckets:
-            if not bucket.heldout_rows:
-                continue
-            block = self._records.heldout_rows(bucket)
-            buckets.append(bucket)
-            blocks.append(block)
-            blocks_bytes += block.nbytes
-            if blocks_bytes >= shard_bytes:
-                yield buckets, np.concatenate(blocks)
-                buckets = []
-                blocks = []
-                blocks_bytes = 0
-        if blocks:
-            yield buckets, np.concatenate(blocks)
+        row_bytes = self._parameters["seq_len"] * np.dtype(row_dtype(self._vocabulary.size)).itemsize
+        with_rows = [bucket for bucket in self._buckets if bucket.heldout_rows]
+        for buckets in in_groups(with_rows, lambda bucket: bucket.heldout_rows * row_bytes, shard_bytes):
+            yield buckets, np.concatenate([self._records.heldout_rows(bucket) for bucket in buckets])
 
     def _make_manifest(self, entries: Sequence[ShardEntry], totals: dict[str, Any]) -> CorpusManifest:
         """Return the content of corpus.json for the training or the held-out corpus; nothing is written."""

@@ -32,7 +32,7 @@ import pyarrow
 from electra_dist.corpus.build_report import UnknownTokens
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, FinishedBucket, ReadGroup
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.chunk_processor import ChunkProcessor, ChunkRows, Rows
+from electra_dist.corpus.builder.chunk_processor import ChunkProcessor, ChunkRows, Rows, in_groups
 from electra_dist.corpus.builder.shuffle import (
     NUM_CELLS,
     SPILLS_FOLDER,
@@ -54,7 +54,7 @@ from electra_dist.corpus.inputs.text_decoding import DOCUMENT_BYTES, DocumentNam
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.origins import Origin, OriginFile, join_tables, put_origins, rows_of_table, table_of_examples
 from electra_dist.data.manifest import ShardEntry
-from electra_dist.data.shard_format import write_shard
+from electra_dist.data.shard import write_shard
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.open_store import open_store
@@ -168,18 +168,14 @@ def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGrou
     """Divide the input files into groups of `group_bytes` on disk or more; only the last group may be smaller."""
     groups: list[InputGroup] = []
     first = 0
-    size = 0
-    for position, file in enumerate(files):
-        size += file.size
-        if size >= group_bytes or position == len(files) - 1:
-            group_files = [files[index] for index in range(first, position + 1)]
-            digest = _digest([[file.name, file.size] for file in group_files])
-            times = [os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote]
-            versions = [file.version for file in group_files if file.version]
-            modified = _digest([*times, *versions])
-            groups.append(InputGroup(len(groups), range(first, position + 1), size, digest, modified))
-            first = position + 1
-            size = 0
+    for number, group_files in enumerate(in_groups(files, lambda file: file.size, group_bytes)):
+        positions = range(first, first + len(group_files))
+        size = sum(file.size for file in group_files)
+        digest = _digest([[file.name, file.size] for file in group_files])
+        times = [os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote]
+        versions = [file.version for file in group_files if file.version]
+        groups.append(InputGroup(number, positions, size, digest, modified=_digest([*times, *versions])))
+        first = positions.stop
     return groups
 
 
@@ -245,8 +241,7 @@ class RowMaker:
         for index, shard_rows in enumerate(np.array_split(rows, num_shards)):
             if len(shard_rows):
                 name = f"shard-{bucket * num_shards + index:06d}.tar"
-                num_tokens = int(np.count_nonzero(shard_rows != pad_id))
-                entries.append(put_shard(self._store, name, shard_rows, num_tokens))
+                entries.append(put_shard(self._store, name, shard_rows, pad_id))
                 if table is not None:
                     shard_table = rows_of_table(table, first_row, len(shard_rows))
                     origin_files.append(put_origins(self._store, name, shard_table))
@@ -316,25 +311,16 @@ def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[l
     A chunk ends with the document that brings it to `chunk_bytes`; only the last chunk may be smaller. Every document
     counts 64 bytes more than its data, which also bounds the number of empty documents in a chunk.
     """
-    chunk: list[RawDocument] = []
-    chunk_size = 0
-    for document in documents:
-        chunk.append(document)
-        chunk_size += document.size + DOCUMENT_BYTES
-        if chunk_size >= chunk_bytes:
-            yield chunk
-            chunk = []
-            chunk_size = 0
-    if chunk:
-        yield chunk
+    return in_groups(documents, lambda document: document.size + DOCUMENT_BYTES, chunk_bytes)
 
 
-def put_shard(store: Store, name: str, rows: np.ndarray, num_tokens: int) -> ShardEntry:
-    """Write rows, [rows, seq_len], as a shard; return its entry for corpus.json. `num_tokens` counts all but [PAD]."""
+def put_shard(store: Store, name: str, rows: np.ndarray, pad_id: int) -> ShardEntry:
+    """Write rows, [rows, seq_len], as a shard; return its entry for corpus.json, which counts all tokens but [PAD]."""
     tar = io.BytesIO()
     write_shard(tar, rows, max(1, _BLOCK_BYTES // rows[0].nbytes))
     data = tar.getvalue()
     store.write(name, data)
+    num_tokens = int(np.count_nonzero(rows != pad_id))
     return ShardEntry(
         name=name, rows=len(rows), tokens=num_tokens, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
     )

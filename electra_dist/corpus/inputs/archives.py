@@ -33,7 +33,7 @@ from electra_dist.corpus.inputs.file_kinds import (
     FileKind,
     kind_of,
 )
-from electra_dist.data.shard_format import CheckedTarInfo
+from electra_dist.data.shard import CheckedTarInfo
 
 ARCHIVES = ("tar", "zip")
 _ONE_TEXT = FileKind("md", "")  # a member that is one document as a whole
@@ -73,7 +73,7 @@ class ArchiveReader:
         `file_format` is "tar" or "zip"; the stream of a zip archive must be seekable. Raises an error of
         `DAMAGED_FILE_ERRORS` (`text_readers.py`) if the archive is damaged, cut off or encrypted.
         """
-        from webdataset.tariterators import group_by_keys  # It imports torch, which worker processes do without.
+        from webdataset.tariterators import group_by_keys  # its import takes long
 
         members = self._tar_members(stream) if file_format == "tar" else self._zip_members(stream)
         samples = group_by_keys(self._known_members(members))

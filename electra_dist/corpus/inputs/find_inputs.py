@@ -153,20 +153,10 @@ class _Search:
             self.skipped.skip_input("not_a_file", root.name)
 
     def _add_file(self, name: str, path: Path, source: str, *, is_given: bool) -> None:
-        """Add a local file with a known ending, unless it was added before through another path.
-
-        `name` is its path below the input folder, `source` the label of its text in reports, and `is_given` says that
-        the user gave this file, not a folder around it.
-        """
-        kind = self._kind_of(name)
-        assert kind is not None
-        identity = str(path.resolve())  # equal for two paths that lead to one file, for example through a link
-        if identity in self.file_of_identity:
-            self.skipped.skip_input("read_before", name)
-            return
         if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
             raise UserError(f"{path}: the file may not be read; give read permission, or move it out of the input")
-        self._add(identity, InputFile(name, str(path), kind.format, path.stat().st_size, source, is_given))
+        identity = str(path.resolve())  # equal for two paths that lead to one file, for example through a link
+        self._add(name, str(path), path.stat().st_size, source, is_given=is_given, identity=identity)
 
     def _add_remote(self, url: str, source: str) -> None:
         """Add an object on S3, or all objects below the URL.
@@ -186,64 +176,56 @@ class _Search:
             self._add_named_object(url, source)
         for key, size in sizes.items():
             if self._is_read(key):
-                self._add_object(store, key, size, _source_of(source, key), is_given=False)
+                self._add(key, f"{store.url}/{key}", size, _source_of(source, key), is_given=False)
 
     def _is_read(self, key: str) -> bool:
         """Return whether an object below a given folder is read; count it with its reason if it is not."""
-        if _is_hidden(key):
-            self.skipped.skip_input("hidden", key)
-        elif self._kind_of(key) is None:
-            self.skipped.skip_input("page" if is_page(key) else "unknown_kind", key)
-        elif is_no_data(key):
-            self.skipped.skip_input("no_data", key)
-        else:
-            return True
-        return False
+        reason = "hidden" if _is_hidden(key) else _reason_by_name(key, self._with_pages)
+        if reason is not None:
+            self.skipped.skip_input(reason, key)
+        return reason is None
 
     def _add_named_object(self, url: str, source: str) -> None:
         """Add the object that a URL names; raise StoreMissing if there is none."""
         parent, _, name = url.rstrip("/").rpartition("/")
         store = self._open(parent)
-        self._add_object(store, name, store.size(name), source, is_given=True)
+        self._add(name, f"{store.url}/{name}", store.size(name), source, is_given=True)
 
     def _add_url(self, url: str, source: str) -> None:
         """Add the file at a URL, or all files below it whose ending names a format; `source` labels their text."""
         listing = list_url(url)
         for file in listing.files:
-            if not self._is_read(file.name):
-                continue
-            if file.location in self.file_of_identity:
-                self.skipped.skip_input("read_before", file.name)
-                continue
-            kind = self._kind_of(file.name)
-            assert kind is not None
-            source_of_file = _source_of(source, file.name) if listing.is_folder else source
-            is_given = not listing.is_folder
-            found = InputFile(file.name, file.location, kind.format, file.size, source_of_file, is_given, file.version)
-            self._add(file.location, found)
+            if self._is_read(file.name):
+                label = _source_of(source, file.name) if listing.is_folder else source
+                is_given = not listing.is_folder
+                self._add(file.name, file.location, file.size, label, is_given=is_given, version=file.version)
 
-    def _add_object(self, store: Store, key: str, size: int, source: str, *, is_given: bool) -> None:
-        """Add an object of a store, unless it was added before through another path.
+    def _add(
+        self,
+        name: str,
+        location: str,
+        size: int,
+        source: str,
+        *,
+        is_given: bool,
+        identity: str = "",
+        version: str = "",
+    ) -> None:
+        """Add a file with a known ending, unless it was added before through another path.
 
-        `key`, its name below `store`, has a known ending. `source` labels its text in reports, and `is_given` says
-        that the user gave this object, not a folder around it.
+        `name` is its path below the input folder. `is_given` says that the user gave this file, not a folder around
+        it. `identity`, by default the location, is equal for two paths that lead to one file. An empty file is also
+        counted as left out, but keeps its place in the order of the files.
         """
-        kind = self._kind_of(key)
-        assert kind is not None
-        identity = f"{store.url}/{key}"
+        identity = identity or location
         if identity in self.file_of_identity:
-            self.skipped.skip_input("read_before", key)
+            self.skipped.skip_input("read_before", name)
             return
-        self._add(identity, InputFile(key, identity, kind.format, size, source, is_given))
-
-    def _add(self, identity: str, file: InputFile) -> None:
-        """Add a file; an empty one is also counted as left out, but keeps its place in the order of the files.
-
-        `identity` is equal for two paths that lead to one file.
-        """
-        self.file_of_identity[identity] = file
-        if file.size == 0:
-            self.skipped.skip_input("empty_file", file.name)
+        kind = self._kind_of(name)
+        assert kind is not None
+        self.file_of_identity[identity] = InputFile(name, location, kind.format, size, source, is_given, version)
+        if size == 0:
+            self.skipped.skip_input("empty_file", name)
 
     def _kind_of(self, name: str) -> FileKind | None:
         return kind_of(name, with_pages=self._with_pages)
@@ -275,7 +257,11 @@ def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
         raise UserError(
             f"{path}: what the link leads to cannot be read ({error.strerror}); give read permission, or remove it"
         ) from None
-    if kind_of(path.name, with_pages=with_pages) is None:
+    return _reason_by_name(name, with_pages)
+
+
+def _reason_by_name(name: str, with_pages: bool) -> str | None:
+    if kind_of(name, with_pages=with_pages) is None:
         return "page" if is_page(name) else "unknown_kind"
     return "no_data" if is_no_data(name) else None
 

@@ -214,8 +214,8 @@ class _Measurement:
     def _write(self, blocks: Sequence[np.ndarray]) -> tuple[int, FinishedBucket]:
         """Write the rows as one shard; return its size in bytes, and a build record that lists this shard."""
         begin = time.process_time()
-        rows = np.concatenate(blocks)
-        entry = put_shard(self._store, "shard-000000.tar", rows, len(rows))
+        pad_id = self._request.vocabulary.special["[PAD]"]
+        entry = put_shard(self._store, "shard-000000.tar", np.concatenate(blocks), pad_id)
         self._cpu_s[WRITE] = time.process_time() - begin
         return entry.bytes, FinishedBucket(number=0, entries=[entry], counts=Counts())
 

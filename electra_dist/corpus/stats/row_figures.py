@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from electra_dist.corpus.origins import Origins, RowDocument, documents_of_rows
 from electra_dist.data.corpora import Corpora
-from electra_dist.data.manifest import CorpusManifest
+from electra_dist.data.manifest import CorpusManifest, place_of
 from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import Vocabulary
@@ -83,14 +83,13 @@ def read_row_figures(
 
 def _sampled_rows(manifest: CorpusManifest) -> dict[int, list[int]]:
     """Return the evenly spaced rows whose text is shown: index of a shard -> row numbers within the shard."""
-    counts = np.array([shard.rows for shard in manifest.shards])
+    counts = [shard.rows for shard in manifest.shards]
     num_samples = min(_NUM_SAMPLES, manifest.num_rows)
     row_ids = (np.arange(num_samples) * 2 + 1) * manifest.num_rows // (2 * num_samples)
-    ends = np.cumsum(counts)
     sampled: dict[int, list[int]] = {}
-    for row_id in row_ids:
-        shard = int(np.searchsorted(ends, row_id, side="right"))
-        sampled.setdefault(shard, []).append(int(row_id - ends[shard] + counts[shard]))
+    for row_id in row_ids.tolist():
+        shard, row = place_of(row_id, counts)
+        sampled.setdefault(shard, []).append(row)
     return sampled
 
 

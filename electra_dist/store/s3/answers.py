@@ -37,6 +37,7 @@ from electra_dist.errors import StoreError, StoreMissing
 from electra_dist.store.failure_kinds import (
     CHECK_PROXY,
     CHECK_SERVICE,
+    NOT_FOUND,
     S3_MISSING,
     Failure,
     FailureKind,
@@ -49,12 +50,6 @@ from electra_dist.store.failure_kinds import (
 from electra_dist.store.patience import LEAST_BYTES_PER_S
 
 FAILURES = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError, urllib3.exceptions.HTTPError)
-
-NOT_FOUND = transient("no such object", "restore the object or build its folder again")
-# After so many answers "not found", or when the patience ends with nothing but such answers, an object that a manifest
-# names counts as missing. One answer is too few: a faulty service gives it, up to a few times in a row, for objects
-# that exist, and a checkpoint with a missing file is set aside. The pauses between five are 1.5 s together at most.
-TRIES_MISSING = 5
 
 _MARKUP_TYPES = ("text/html", "application/xhtml", "application/xml", "text/xml")
 _MARKUP_ENDINGS = (".html", ".htm", ".xhtml", ".xml")
@@ -268,13 +263,6 @@ class RateMeter:
         self._elapsed_s = 0.0
 
 
-class Span(NamedTuple):
-    """Range of bytes [start, end) of an object; an end of None is the end of the object."""
-
-    start: int
-    end: int | None
-
-
 class Download:
     """State of one download: the version (ETag) of the object and the bytes received, which are in a file.
 
@@ -288,9 +276,10 @@ class Download:
         sink: IO[bytes],
         rate_window_s: float,
         progress: Callable[[int], None],
-        span: Span | None = None,
+        start: int,
+        end: int | None,
     ) -> None:
-        """Receive into `sink`, an empty, seekable file.
+        """Receive the bytes [start, end) of the object, or up to its end (None), into `sink`, an empty, seekable file.
 
         `progress` is called with the number of new bytes of a chunk. Bytes that arrive again after `restart` are not
         new.
@@ -299,8 +288,8 @@ class Download:
         self._sink = sink
         self._rate_window_s = rate_window_s
         self._progress = progress
-        self._has_span = span is not None
-        self._span = Span(start=0, end=None) if span is None else span
+        self._start = start
+        self._end = end
         self._etag = ""  # Version of the object of which bytes were received; "" before the first answer.
         self._total = -1  # Bytes that the complete download has; -1 before the first answer.
         self._furthest = 0  # Most bytes ever received, also before a restart.
@@ -323,11 +312,9 @@ class Download:
     def conditions(self) -> dict[str, str]:
         """Return the arguments of boto3's `get_object` that ask for the missing bytes of the same object version."""
         num_received = self._sink.tell()
-        first_byte = self._span.start + num_received
-        if self._span.end is None:
-            conditions = {"Range": f"bytes={first_byte}-"}
-        else:
-            conditions = {"Range": f"bytes={first_byte}-{self._span.end - 1}"}  # HTTP ranges include the last byte.
+        first_byte = self._start + num_received
+        last_byte = "" if self._end is None else self._end - 1  # HTTP ranges include the last byte.
+        conditions = {"Range": f"bytes={first_byte}-{last_byte}"}
         if num_received > 0:
             conditions["IfMatch"] = self._etag
         return conditions
@@ -361,7 +348,7 @@ class Download:
             raise broken("an error document instead of the object")
 
     def _append(self, chunk: bytes) -> None:
-        if len(self._first_bytes) < _ERROR_DOCUMENT_BYTES and self._span.start == 0:
+        if len(self._first_bytes) < _ERROR_DOCUMENT_BYTES and self._start == 0:
             self._first_bytes += chunk[:_ERROR_DOCUMENT_BYTES]
         self._sink.write(chunk)
         num_new = self._sink.tell() - self._furthest
@@ -375,13 +362,13 @@ class Download:
         if num_received > 0 and answer["ETag"] != self._etag:
             raise Taken
         part = content_range(answer)
-        if part is None and num_received == 0 and not self._has_span:
+        if part is None and num_received == 0 and self._end is None:
             return  # The service ignores ranges and sends the whole object.
-        if part is None or part.first != self._span.start + num_received:
+        if part is None or part.first != self._start + num_received:
             raise Taken
         if part.end - part.first != answer["ContentLength"]:
             raise broken("a body of another length than its range")
-        wanted_end = part.size if self._span.end is None else min(self._span.end, part.size)
+        wanted_end = part.size if self._end is None else min(self._end, part.size)
         if part.end != wanted_end:
             raise broken("another range of bytes than was asked for")
 

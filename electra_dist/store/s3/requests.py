@@ -33,22 +33,19 @@ import botocore.client
 from botocore.exceptions import ClientError
 from typing_extensions import override
 
-from electra_dist.errors import StorageLost, StoreAway, StoreMissing, UserError
-from electra_dist.store.failure_kinds import Failure, FailureKind
+from electra_dist.errors import UserError
+from electra_dist.store.failure_kinds import Failure
 from electra_dist.store.interface import check_key
 from electra_dist.store.patience import LEAST_BYTES_PER_S, Outage, Pace, Patience
 from electra_dist.store.s3.answers import (
     CHECK_NETWORK,
     FAILURES,
     NEEDED_FIELDS,
-    NOT_FOUND,
-    TRIES_MISSING,
     Again,
     Download,
     EmptyRange,
     ObjectInfo,
     RateMeter,
-    Span,
     Taken,
     broken,
     check_answer,
@@ -269,14 +266,14 @@ class S3Requests:
         answer["Body"].close()
         return object_info(answer)
 
-    def download(self, key: str, sink: IO[bytes], *, must_exist: bool, span: Span | None = None) -> None:
-        """Download an object, or a span of its bytes, to an empty, seekable file.
+    def download(self, key: str, sink: IO[bytes], *, must_exist: bool, start: int, end: int | None) -> None:
+        """Download an object, or the bytes [start, end), to an empty, seekable file, as `RemoteStore.download` says.
 
         After a failed attempt, the download continues after the last byte that arrived; if the object was replaced in
-        the meantime, it starts again from the beginning. With `must_exist`, the answer "not found" is retried.
+        the meantime, it starts again from the beginning.
         """
         with self._patience.outage() as outage:
-            download = Download(key, sink, self._patience.pace.rate_window_s, outage.progress, span)
+            download = Download(key, sink, self._patience.pace.rate_window_s, outage.progress, start, end)
             while not download.complete:
                 try:
                     with self._classified(key, must_exist):
@@ -333,15 +330,7 @@ class S3Requests:
         if failure.renew_credentials:
             with self._lock:
                 self._client_of = None  # the next request makes a new client, which reads the credentials again
-        text = f"{self._describe(key)}: {failure.reason}; {failure.advice}"
-        if failure is NOT_FOUND and outage.failures_of(text) + 1 >= TRIES_MISSING:
-            raise StoreMissing(f"{self._describe(key)}: {failure.reason}, {TRIES_MISSING} times; {failure.advice}")
-        try:
-            outage.wait_after(StoreAway(text), is_away=failure.kind is FailureKind.AWAY)
-        except StorageLost:
-            if failure is NOT_FOUND and outage.is_over_with_only(text):  # the service has answered each time
-                raise StoreMissing(text) from None
-            raise
+        outage.wait_after_failure(self._describe(key), failure)
 
     def _begin_again(self, key: str, download: Download, outage: Outage) -> None:
         """Restart a download because the object was replaced meanwhile; this counts as a failed attempt."""

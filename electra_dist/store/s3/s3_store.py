@@ -17,21 +17,19 @@ Limits: the service must be strongly consistent and support conditional PUT (AWS
 from __future__ import annotations
 
 import contextlib
-import io
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from typing_extensions import override
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing
-from electra_dist.store.atomic_files import replacing
-from electra_dist.store.interface import Store, check_key, in_parallel
+from electra_dist.store.interface import RemoteStore, in_parallel
 from electra_dist.store.patience import Patience
-from electra_dist.store.s3.answers import FAILURES, WRITER_TAG, Again, Span, Taken
+from electra_dist.store.s3.answers import FAILURES, WRITER_TAG, Again, Taken
 from electra_dist.store.s3.requests import S3Requests, content_md5
 
 PART_BYTES = 16 << 20  # Least size of a part.
@@ -41,66 +39,22 @@ _MULTIPART_FROM = 64 << 20  # Files of at least this many bytes are uploaded in 
 _MOST_DELETED = 1_000  # Keys in one request that deletes several; the limit of S3.
 
 
-class S3Store(Store):
+class S3Store(RemoteStore):
     """Store of objects below s3://bucket/prefix. Thread-safe, also after a fork (see `S3Requests`)."""
 
     def __init__(self, url: str, endpoint_url: str | None, patience: Patience) -> None:
         """Check both URLs without a request; raise UserError if one is malformed. `endpoint_url` None means AWS."""
         self._requests = S3Requests(url, endpoint_url, patience)
-        self.url = self._requests.url
-        self._endpoint_url = endpoint_url
-        self.patience = patience
-        self.reread_pauses_s = patience.pace.reread_pauses_s
+        super().__init__(self._requests.url, endpoint_url, patience)
         self._deletes_several = True  # False once the service has refused a request that deletes several objects.
 
-    def __reduce__(self) -> tuple[type[S3Store], tuple[str, str | None, Patience]]:
-        """Pickle only the URLs and the limits: another process opens the store anew and counts retries from 0."""
-        return S3Store, (self.url, self._endpoint_url, self.patience)
-
     @override
-    def local_path(self, key: str) -> None:
-        """Check the key and return None, because an object on S3 has no local path."""
-        check_key(key)
-
-    @override
-    def read(self, key: str) -> bytes:
-        return self._read(key, must_exist=True)
-
-    @override
-    def read_or_none(self, key: str) -> bytes | None:
-        try:
-            return self._read(key, must_exist=False)
-        except StoreMissing:
-            return None
-
-    def _read(self, key: str, *, must_exist: bool) -> bytes:
-        sink = io.BytesIO()
-        self._requests.download(key, sink, must_exist=must_exist)
-        return sink.getvalue()
-
-    @override
-    def read_range(self, key: str, start: int, length: int) -> memoryview:
-        sink = io.BytesIO()
-        if length:
-            self._requests.download(key, sink, must_exist=True, span=Span(start=start, end=start + length))
-        return sink.getbuffer()
-
-    @override
-    def exists(self, key: str) -> bool:
-        try:
-            self._requests.object_info(key)
-        except StoreMissing:
-            return False
-        return True
+    def download(self, key: str, sink: IO[bytes], *, must_exist: bool, start: int = 0, end: int | None = None) -> None:
+        self._requests.download(key, sink, must_exist=must_exist, start=start, end=end)
 
     @override
     def size(self, key: str) -> int:
         return self._requests.object_info(key).size
-
-    @override
-    def fetch(self, key: str, destination: Path) -> None:
-        with replacing(destination) as out:
-            self._requests.download(key, out, must_exist=True)
 
     @override
     def write(self, key: str, data: bytes) -> None:
