@@ -37,7 +37,7 @@ from electra_dist.store.local_store import LocalStore
 
 __all__ = ["bucket", "s3"]
 
-MOST_FILES = {"text to shard": 32, "S3 to batch": 22, "save": 10, "restore": 12}
+MOST_FILES = {"text to shard": 32, "S3 to batch": 20, "save": 10, "restore": 12}
 
 
 def files_of(way: str, work: Callable[[], object]) -> list[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,13 +42,7 @@ class CacheFolder(NamedTuple):
     source: str  # for the log: a config key, an environment variable or a directory, such as "TMPDIR"
 
 
-def choose_cache_folder(
-    configured: str | None,
-    folder_in_run: Path,
-    *,
-    has_several_nodes: bool,
-    environment: Mapping[str, str] = os.environ,
-) -> CacheFolder:
+def choose_cache_folder(configured: str | None, folder_in_run: Path, *, has_several_nodes: bool) -> CacheFolder:
     """Choose the folder of a node's cache: `configured` (`data.cache_dir`) if it is set.
 
     Otherwise a run on one node uses `folder_in_run`, and a run on several nodes a folder on a local disk. That folder
@@ -58,15 +52,15 @@ def choose_cache_folder(
         return CacheFolder(Path(configured), "data.cache_dir")
     if not has_several_nodes:
         return CacheFolder(folder_in_run, "run_dir")
-    directory = _temporary_directory(environment)
+    directory = _temporary_directory()
     path = directory.path / f"electra-dist-cache-{os.getuid()}"
     _make_private(path)
     return CacheFolder(path, directory.source)
 
 
-def _temporary_directory(environment: Mapping[str, str]) -> CacheFolder:
+def _temporary_directory() -> CacheFolder:
     """Return the first writable temporary directory on a local disk, or Python's default one if there is none."""
-    named = [CacheFolder(Path(environment[name]), name) for name in _VARIABLES if environment.get(name)]
+    named = [CacheFolder(Path(os.environ[name]), name) for name in _VARIABLES if os.environ.get(name)]
     for candidate in (*named, CacheFolder(Path("/tmp"), "/tmp")):
         if _is_on_local_disk(candidate.path) and os.access(candidate.path, os.W_OK):
             return candidate

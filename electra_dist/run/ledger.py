@@ -173,14 +173,12 @@ class Ledger:
 
 
 @patient
-def read_ledger(path: Path, *, patience: Patience | None = None) -> list[LedgerEvent]:
-    """Return the events of a ledger.jsonl, oldest first; [] if there is no file. `path` is the file or its run folder.
+def read_ledger(run_dir: Path, *, patience: Patience | None = None) -> list[LedgerEvent]:
+    """Return the events of a run's ledger.jsonl, oldest first; [] if there is no file.
 
     If the disk is away, wait for it as long as `patience` says; None: not at all.
     """
-    path = Path(path)
-    file = path / LEDGER_FILE if path.is_dir() else path
-    return list(read_records(file, LedgerEvent.model_validate))
+    return list(read_records(Path(run_dir) / LEDGER_FILE, LedgerEvent.model_validate))
 
 
 def has_event(run_dir: Path, event: Event, step: int, *, patience: Patience | None = None) -> bool:

@@ -202,7 +202,7 @@ class MetricsWriter:
 
     def _rewrite_until(self, step: int) -> int:
         """Sort metrics.jsonl by step, without the records after `step`; return the last step that it had."""
-        records = read_metrics(self._file.path)
+        records = read_metrics(self._run_dir)
         # Of equal kinds and steps, which have the same losses, the newest remains.
         kept = {(record.step, record.kind): record for record in records if record.step <= step}
         in_order = sorted(kept.values(), key=lambda record: record.step)
@@ -323,13 +323,9 @@ def parse_metric(fields: dict[str, Any]) -> Metric:
     raise ValueError("the value of `kind` is wrong: it should be one of train, eval")
 
 
-def read_metrics(path: Path) -> list[Metric]:
-    """Return the records of metrics.jsonl, oldest first; [] if there is no such file.
-
-    `path` is the file or its run folder.
-    """
-    path = Path(path)
-    return list(read_records(path / METRICS_FILE if path.is_dir() else path, parse_metric))
+def read_metrics(run_dir: Path) -> list[Metric]:
+    """Return the records of a run's metrics.jsonl, oldest first; [] if there is no such file."""
+    return list(read_records(run_dir / METRICS_FILE, parse_metric))
 
 
 def iter_steps(run_dir: Path, *, containing: bytes = b"") -> Iterator[StepRecord]:

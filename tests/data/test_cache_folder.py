@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -23,7 +24,8 @@ NAME = f"electra-dist-cache-{os.getuid()}"
 def choose(tmp_path: Path, *, nodes: int, configured: str | None = None, **environment: Path) -> tuple[Path, str]:
     variables = {name: str(path) for name, path in environment.items()}
     in_run = tmp_path / "run" / "cache"
-    return choose_cache_folder(configured, in_run, has_several_nodes=nodes > 1, environment=variables)
+    with patch.dict(os.environ, variables, clear=True):
+        return choose_cache_folder(configured, in_run, has_several_nodes=nodes > 1)
 
 
 @pytest.fixture

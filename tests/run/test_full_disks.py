@@ -164,7 +164,7 @@ def test_metrics_and_ledger_wait_for_the_disk_when_they_are_synced_and_closed_un
             end()
     assert len(waits) == 4
     assert [event.step for event in read_ledger(tmp_path)] == [1, 2]
-    assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [record.step for record in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_metrics_are_complete_after_the_disk_had_no_space_and_are_noted_once(disk: Disk, tmp_path: Path) -> None:

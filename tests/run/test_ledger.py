@@ -56,7 +56,7 @@ def test_a_torn_last_event_is_dropped_and_a_missing_ledger_has_no_events(tmp_pat
     with open(tmp_path / LEDGER_FILE, "ab") as file:
         file.write(b'{"time": "2026-')
 
-    events = read_ledger(tmp_path / LEDGER_FILE)
+    events = read_ledger(tmp_path)
 
     assert [event.event for event in events] == ["start"]
     assert read_ledger(tmp_path / "elsewhere") == []

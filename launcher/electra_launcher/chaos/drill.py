@@ -215,7 +215,7 @@ class Drill:
             status = file.stat()
             version = (status.st_size, status.st_mtime_ns)
             if version != self._read_version:
-                self._events = read_ledger(file)
+                self._events = read_ledger(self._run_dir)
                 self._read_version = version
         return self._events
 
