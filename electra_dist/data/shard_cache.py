@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from electra_dist.data.shard import ChangedRow, Shard, rows_of
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError
 from electra_dist.escapes import printable
 from electra_dist.store.atomic_files import file_sha256, readable
+from electra_dist.store.interface import fulfil
 from electra_dist.store.patience import waits
 
 _TRIES = 5  # Times that a cached shard may have wrong bytes, or be deleted before it is open.
@@ -219,12 +221,8 @@ class ShardCache:
             was_cancelled = not future.set_running_or_notify_cancel()
             if was_cancelled:
                 continue
-            try:
-                shard = open_verified(self.corpora.shards[index], self.corpora, self.node_cache)
-            except BaseException as error:  # noqa: BLE001 - `open` raises it in the loader's thread.
-                future.set_exception(error)
-            else:
-                future.set_result(shard)
+            # `open` raises the error of this thread in the loader's thread.
+            fulfil(future, partial(open_verified, self.corpora.shards[index], self.corpora, self.node_cache))
 
 
 def open_cache(corpora: Corpora, data: DataConfig, folder: Path, peers: PeerGroup | None = None) -> ShardCache:

@@ -34,6 +34,7 @@ from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.peer_group import LEAST_BYTES_PER_S, PROGRESS_HEADER, Address
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import lock_file
+from electra_dist.store.interface import fulfil
 
 _HOLD_S = 2.0  # most seconds for which a request is held while its shard is being fetched
 _SILENT_S = 30.0  # seconds after which an answer of which no byte can be sent is given up
@@ -223,12 +224,8 @@ class _ServedCache:
     def _fetch(self, shard: StoredShard, fetch: Future[None]) -> None:
         """Fetch a shard as soon as fewer than `fetch_threads` fetches are running; the body of a thread."""
         with self._slots:
-            try:
-                self.cache.ensure(shard, verify=False, ask_peers=False)
-            except BaseException as error:  # noqa: BLE001 - `wait_for` raises it in the thread of each request.
-                fetch.set_exception(error)
-            else:
-                fetch.set_result(None)
+            # `wait_for` raises the error of this thread in the thread of each request.
+            fulfil(fetch, lambda: self.cache.ensure(shard, verify=False, ask_peers=False))
         with self._lock:
             del self._fetches[shard.entry.sha256]  # A later request tries again.
 

@@ -13,7 +13,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -276,6 +276,14 @@ def in_parallel(
         if error is not None and not isinstance(error, CancelledError):
             raise error
     return [future.result() for future in futures]
+
+
+def fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
+    """Call a function and store its result or its exception in a future, whose `result` a waiting thread calls."""
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  (the waiting thread raises it)
+        future.set_exception(error)
 
 
 def _is_file_name(key: str) -> bool:

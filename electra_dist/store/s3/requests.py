@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from electra_dist.errors import UserError
 from electra_dist.store.failure_kinds import Failure
-from electra_dist.store.interface import check_key
+from electra_dist.store.interface import check_key, fulfil
 from electra_dist.store.patience import LEAST_BYTES_PER_S, Outage, Pace, Patience
 from electra_dist.store.s3.answers import (
     CHECK_NETWORK,
@@ -151,14 +151,7 @@ def call_within(limit_s: float, request: Callable[[], _Result], patience: Patien
     gets at most `Pace.rate_window_s`.
     """
     future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(request())
-        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="s3-request", daemon=True).start()
+    threading.Thread(target=fulfil, args=(future, request), name="s3-request", daemon=True).start()
     begin = time.monotonic()
     while not future.done():
         waited_s = time.monotonic() - begin

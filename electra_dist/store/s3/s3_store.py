@@ -158,7 +158,23 @@ class S3Store(RemoteStore):
 
     @override
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        return _discard_uploads(self._requests, prefix, doomed)
+        """Abort the unfinished multipart uploads of such keys."""
+        uploads = self._requests.list_all(
+            "list_multipart_uploads",
+            prefix,
+            entries_field="Uploads",
+            next_fields={"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+            name_of=lambda upload: (upload["Key"], upload["UploadId"]),
+        )
+        num_deleted = 0
+        for upload in uploads:
+            key = upload["Key"].removeprefix(self._requests.prefix)
+            if doomed(key):
+                abort_arguments = {**self._requests.name_object(key), "UploadId": upload["UploadId"]}
+                with contextlib.suppress(StoreMissing):  # Another process has deleted it first.
+                    self._requests.call(key, "abort_multipart_upload", abort_arguments)
+                num_deleted += 1
+        return num_deleted
 
 
 def _upload_in_parts(requests: S3Requests, key: str, size: int, read: Callable[[int, int], bytes]) -> None:
@@ -179,26 +195,6 @@ def _upload_in_parts(requests: S3Requests, key: str, size: int, read: Callable[[
         with contextlib.suppress(*FAILURES, Again):  # One attempt, so that the caller learns of the failure at once.
             requests.send("abort_multipart_upload", upload)
         raise
-
-
-def _discard_uploads(requests: S3Requests, prefix: str, doomed: Callable[[str], bool]) -> int:
-    """Abort unfinished multipart uploads of keys with this prefix if `doomed(key)` is True; return their number."""
-    uploads = requests.list_all(
-        "list_multipart_uploads",
-        prefix,
-        entries_field="Uploads",
-        next_fields={"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
-        name_of=lambda upload: (upload["Key"], upload["UploadId"]),
-    )
-    num_deleted = 0
-    for upload in uploads:
-        key = upload["Key"].removeprefix(requests.prefix)
-        if doomed(key):
-            abort_arguments = {**requests.name_object(key), "UploadId": upload["UploadId"]}
-            with contextlib.suppress(StoreMissing):  # Another process has deleted it first.
-                requests.call(key, "abort_multipart_upload", abort_arguments)
-            num_deleted += 1
-    return num_deleted
 
 
 def _upload_parts(
