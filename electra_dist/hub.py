@@ -47,7 +47,12 @@ def model_folder(spec: str) -> Path:
     name = hub_name(spec)
     if name is None:
         return Path(spec)
-    return _download(name["repo"], name["revision"])
+    try:
+        return _download(name["repo"], name["revision"])
+    except UserError as error:
+        if spec.startswith(HUB_SCHEME):
+            raise
+        raise type(error)(f"{spec}: no such folder here; and as a name on the Hub, {error}") from None
 
 
 def hub_name(spec: str) -> re.Match[str] | None:

@@ -88,7 +88,16 @@ class TunedModel:
             folder = folder / "best"
         self.folder = folder
         is_model = (folder / "config.json").exists()
+        if not is_model and (finished := [file.parent for file in sorted(folder.glob("seed-*/config.json"))]):
+            raise UserError(
+                f"{folder}: its fine-tuning has not finished; run the finetune command again, or use {finished[0]}"
+            )
         is_untuned = not is_model and (is_run_folder(folder) or (folder / "discriminator" / "config.json").exists())
+        if folder.is_dir() and not is_model and not is_untuned:
+            raise UserError(
+                f"{folder}: holds no tuned model; if its fine-tuning was interrupted, run the finetune command again, "
+                f"otherwise name the folder of a tuned model"
+            )
         self.config = {} if is_untuned else _read_json(folder / "config.json")
         architecture = str((self.config.get("architectures") or [""])[0])
         is_untuned |= architecture.endswith(("ForPreTraining", "ForMaskedLM"))
@@ -163,7 +172,7 @@ def open_predictions(
     """Read a file of texts, words or questions, as the model's task needs, and return the function that predicts.
 
     `text_a`, `text_b` and `label` name columns of a table. If one is None, the column that the training data had is
-    used if the file has it; otherwise the column of the text is searched for.
+    used if the file has it; otherwise the column of the text is searched for. With the label "", none is read.
     """
     notes, predict = _open(model, file, text_a, text_b, label, delimiter)
 
@@ -212,7 +221,9 @@ def _open(
     if 0 < len(labelled) < len(texts.a):
         notes.append(f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored")
     target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
-    return notes, lambda progress: _predict_texts(model, texts, targets, labelled, target_N1, progress)
+    return notes, lambda progress: _beside_own_columns(
+        table, _predict_texts(model, texts, targets, labelled, target_N1, progress)
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -240,7 +251,7 @@ def _columns_of(model: TunedModel, table: Table, named: _Columns) -> _Columns:
     known = {name: column for name, column in model.columns.items() if column in table.columns}
     text_a = named.text_a or known.get("text_a")
     text_b = named.text_b or known.get("text_b")
-    label = named.label or known.get("label")
+    label = known.get("label") if named.label is None else named.label
     trained_column = model.columns.get("text_b")
     if trained_column is not None and not text_b:
         raise UserError(
@@ -354,6 +365,18 @@ def _predict_texts(
     if num_cut:
         notes.append("transformers' pipeline cuts long texts only if it is called with truncation=True")
     return Predictions(objects, rows, metrics, notes)
+
+
+def _beside_own_columns(table: Table, predictions: Predictions) -> Predictions:
+    """Put the columns of a file of texts, its labels among them, before the predictions in the table of these.
+
+    A column `index` of the file replaces the number of the row, and predictions replace those of an earlier command.
+    """
+    rows = []
+    for (_, line), row in zip(table.lines(), predictions.rows, strict=True):
+        predicted = {name: value for name, value in row.items() if name not in ("index", "label")}
+        rows.append({"index": row["index"], **line.record, **predicted})
+    return predictions._replace(rows=rows)
 
 
 def _num_cut(texts: Texts, ids: Sequence[Sequence[int]], encoder: Pretrained, max_length: int) -> int:

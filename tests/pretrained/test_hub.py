@@ -140,6 +140,10 @@ def test_a_hub_that_does_not_answer_is_storage_that_is_away(hub: Hub, monkeypatc
     with pytest.raises(StorageLost, match=r"we/model: http://127.0.0.1:1 does not give it") as error:
         model_folder("we/model")
     assert "\n" not in str(error.value)
+    assert str(error.value).startswith("we/model: no such folder here; and as a name on the Hub, we/model: http")
+    with pytest.raises(StorageLost) as error:
+        model_folder("hf://we/model")
+    assert str(error.value).startswith("we/model: http")
 
 
 def test_a_path_is_never_looked_up(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

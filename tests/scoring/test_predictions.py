@@ -160,6 +160,7 @@ def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder:
             assert metrics["accuracy"] == ((expected[0] == "animal") + (expected[4] == "none")) / 2
             assert "2 of 5 rows have a label" in notes[-1]
 
+    assert predict(tmp_path, tmp_path / "new.csv", label="")[1] == {}
     table.assign(label="cat").to_csv(tmp_path / "new.csv", index=False)
     result = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
     assert result.metrics == {} and "no label in `label` is one of the model's (animal, none)" in result.notes[-1]
@@ -169,6 +170,24 @@ def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder:
     for columns, is_chosen in (({}, True), ({"text_a": "message"}, False)):
         result = open_predictions(TunedModel(tmp_path), tmp_path / "renamed.csv", **columns)(lambda *_: None)
         assert any(chosen in note for note in result.notes) == is_chosen
+
+
+def test_a_table_of_predictions_begins_with_the_columns_of_the_file(encoder: Pretrained, tmp_path: Path) -> None:
+    write_texts(tmp_path / "train.csv", 0, 100)
+    tune(encoder, tmp_path, name="custom", data=tmp_path / "train.csv")
+    own = pandas.DataFrame({"id": ["a1", "b;2"], "text": ["the old dog", 'a, "house"'], "label": ["animal", "none"]})
+    own.to_csv(tmp_path / "new.csv", index=False, sep=";")
+    own.assign(index=[7, 9]).to_csv(tmp_path / "own.csv", index=False)
+    for name, rows in (("new.csv", [0, 1]), ("own.csv", [7, 9])):
+        predictions = open_predictions(TunedModel(tmp_path), tmp_path / name)(lambda *_: None)
+        for suffix, separator in ((".csv", ","), (".tsv", "\t")):
+            (tmp_path / "out").write_text(predictions.text(suffix))
+            written = pandas.read_csv(tmp_path / "out", sep=separator)
+            assert list(written) == ["index", *own, "prediction", "p(animal)", "p(none)"]
+            assert written["index"].tolist() == rows
+            pandas.testing.assert_frame_equal(written[list(own)], own)
+            assert written["prediction"].tolist() == [row["prediction"] for row in predictions.objects]
+        assert [row["index"] for row in predictions.objects] == [0, 1]
 
 
 def test_a_model_of_pairs_does_not_predict_from_the_first_texts_alone(encoder: Pretrained, tmp_path: Path) -> None:
@@ -299,7 +318,13 @@ def test_the_command_writes_tables_and_json_lines_and_says_in_one_line_what_is_w
     export_towers(build_towers(model, 3).state_dict(), model, vocabulary, True, exports)
     export_towers(build_towers(modern_model, 3).state_dict(), modern_model, vocabulary, True, tmp_path / "modern")
     (tmp_path / "run" / "config.yaml").touch()
+    interrupted, unknown = tmp_path / "interrupted", tmp_path / "unknown"
+    (interrupted / "seed-1").mkdir(parents=True)
+    (interrupted / "seed-1" / "config.json").touch()
+    unknown.mkdir()
     for folder, data, message in (
+        (interrupted, "other.csv", "its fine-tuning has not finished; run the .* again, or use .*interrupted/seed-1"),
+        (unknown, "other.csv", "unknown: holds no tuned model; if its fine-tuning was interrupted, run the finetune"),
         (tmp_path / "best", "other.csv", "no column is clearly the text; name one of a, b with --text-a"),
         (tmp_path / "best", "nowhere.csv", "nowhere.csv: no such file"),
         (tmp_path / "best", "empty.txt", r"empty.txt: no examples; add at least one line with all columns \(text\)"),

@@ -299,18 +299,23 @@ def predict(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="file to write: .csv or .tsv, otherwise JSON lines; default: JSON lines on stdout"),
+        typer.Option(
+            help="file to write: .csv (commas) or .tsv (tabs), otherwise JSON lines; default: JSON lines on stdout"
+        ),
     ] = None,
     text_a: Annotated[str | None, typer.Option(help="column of the text; default: that of the training data")] = None,
     text_b: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
-    label: Annotated[str | None, typer.Option(help="column of the label; default: that of the training data")] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(help="column of the label, or '' to score nothing; default: that of the training data"),
+    ] = None,
     delimiter: Delimiter = None,
 ) -> None:
     """Write what a tuned model predicts for new texts, words or questions, and score it where there are labels.
 
     The predictions are classes with their probabilities, numbers, tags with their spans, or answers with their places
-    in the passage; `index` is the row of FILE, from 0. Those for the development data are the ones that `finetune`
-    has written.
+    in the passage; `index` is the row of FILE, from 0. A table of predictions for texts begins with the columns of
+    FILE. Those for the development data are the ones that `finetune` has written.
     """
     from electra_dist.hub import model_folder
     from electra_dist.scoring.predictions import TunedModel, open_predictions

@@ -163,7 +163,11 @@ def report(
     The page is one HTML file, made from the records in the run folders, so it can be written at any time. It replaces
     an older one. A run folder with checkpoints of another run is refused.
     """
+    from electra_dist.run.folder import no_run
+
     for run in runs:
+        if not run.is_dir():
+            raise no_run(run)
         _check_local_checkpoints(run)
     from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
     from electra_dist.report.report_page import write_report
