@@ -46,7 +46,7 @@ _TRIES = 5  # how often a torn record is read: it is a write in progress, which 
 _TRY_AGAIN_S = 0.002  # between two of these reads
 # Added to the patience with storage: a try that has begun may end after the patience does. A request to S3 that is
 # silent ends after a minute (`Pace.rate_window_s`).
-STORAGE_MARGIN_S = 120.0
+_STORAGE_MARGIN_S = 120.0
 
 Phase = Literal["setup", "step", "checkpoint", "eval", "storage", "done"]  # storage: it waits for storage
 
@@ -223,53 +223,40 @@ def _read(path: Path) -> Beat | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HangLimits:
-    """Limits, one for each phase, for the seconds that a rank may be silent before it counts as hung."""
-
-    setup_s: float = 1800.0  # start, restore, first shards; also the first steps, whose time is not learned
-    step_factor: float = 5.0  # limit of a step as a multiple of the learned step time ...
-    step_floor_s: float = 30.0  # ... but at least this, because a step may wait for a shard
-    checkpoint_s: float = 600.0
-    eval_s: float = 600.0
-    storage_s: float = 900.0 + STORAGE_MARGIN_S  # a wait for storage, counted from its start, not the last heartbeat
-
-    def silence_s(self, beat: Beat) -> float:
-        """Return the longest allowed silence after heartbeat `beat`, in seconds; infinity if the rank is done."""
-        if beat.phase == "done":
-            return float("inf")
-        if beat.phase == "storage":
-            return self.storage_s
-        if beat.phase == "checkpoint":
-            return self.checkpoint_s
-        if beat.phase == "eval":
-            return self.eval_s
-        if beat.phase == "step" and beat.step_s is not None:
-            return max(self.step_floor_s, self.step_factor * beat.step_s)
-        return self.setup_s
-
-    def collective_s(self, beat: Beat) -> float:
-        """Return the seconds that a collective of all ranks may take, after the newest heartbeat of this rank.
-
-        In the first step after a checkpoint or evaluation, other ranks may still be busy with these, so the longest of
-        the limits applies.
-        """
-        has_completed_no_step = beat.phase == "step" and beat.time == beat.phase_since  # since it entered the phase
-        if has_completed_no_step and beat.step_s is not None:
-            return max(self.silence_s(beat), self.checkpoint_s, self.eval_s)
-        return self.silence_s(beat)
+def storage_limit_s(cluster: ClusterConfig) -> float:
+    """Return the seconds that a rank may wait for storage, from the begin of the wait on, before it counts as hung."""
+    return cluster.storage_patience_s + _STORAGE_MARGIN_S
 
 
-def hang_limits(cluster: ClusterConfig) -> HangLimits:
-    """Return the limits that the config sets in section `cluster`: keys `hang_...` and `storage_patience_s`."""
-    return HangLimits(
-        setup_s=cluster.hang_setup_s,
-        step_factor=cluster.hang_step_factor,
-        step_floor_s=cluster.hang_step_floor_s,
-        checkpoint_s=cluster.hang_checkpoint_s,
-        eval_s=cluster.hang_eval_s,
-        storage_s=cluster.storage_patience_s + STORAGE_MARGIN_S,
-    )
+def silence_limit_s(beat: Beat, cluster: ClusterConfig) -> float:
+    """Return the longest allowed silence after heartbeat `beat`, in seconds; infinity if the rank is done.
+
+    The config's keys `cluster.hang_...` set the limit of each phase. Until a rank knows its step time, the limit of
+    the setup applies.
+    """
+    if beat.phase == "done":
+        return float("inf")
+    if beat.phase == "storage":
+        return storage_limit_s(cluster)
+    if beat.phase == "checkpoint":
+        return cluster.hang_checkpoint_s
+    if beat.phase == "eval":
+        return cluster.hang_eval_s
+    if beat.phase == "step" and beat.step_s is not None:
+        return max(cluster.hang_step_floor_s, cluster.hang_step_factor * beat.step_s)
+    return cluster.hang_setup_s
+
+
+def collective_limit_s(beat: Beat, cluster: ClusterConfig) -> float:
+    """Return the seconds that a collective of all ranks may take, after the newest heartbeat of this rank.
+
+    In the first step after a checkpoint or evaluation, other ranks may still be busy with these, so the longest of the
+    limits applies.
+    """
+    has_completed_no_step = beat.phase == "step" and beat.time == beat.phase_since  # since it entered the phase
+    if has_completed_no_step and beat.step_s is not None:
+        return max(silence_limit_s(beat, cluster), cluster.hang_checkpoint_s, cluster.hang_eval_s)
+    return silence_limit_s(beat, cluster)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +279,7 @@ class Hung:
 def hung(
     heartbeats: Iterable[Beat],
     now: float,
-    limits: HangLimits,
+    cluster: ClusterConfig,
     *,
     started: float = 0.0,
     ranks: Iterable[int] = (),
@@ -311,27 +298,29 @@ def hung(
     beat_of_rank = {beat.rank: beat for beat in heartbeats if beat.time >= started}
     silences = []
     for beat in beat_of_rank.values():
-        silence = _silence_among_others(beat, (), now, limits, not_before)
+        silence = _silence_among_others(beat, (), now, cluster, not_before)
         if silence.is_too_long:
-            silence = _silence_among_others(beat, all_beats, now, limits, not_before)
+            silence = _silence_among_others(beat, all_beats, now, cluster, not_before)
         silences.append(silence)
     for rank in ranks:
         if rank not in beat_of_rank:
             quiet_s = now - max(started, not_before)
-            missing_rank = Hung(rank=rank, host="", phase="setup", step=0, quiet_s=quiet_s, limit_s=limits.setup_s)
+            missing_rank = Hung(
+                rank=rank, host="", phase="setup", step=0, quiet_s=quiet_s, limit_s=cluster.hang_setup_s
+            )
             silences.append(missing_rank)
     hung_ranks = [silence for silence in silences if silence.is_too_long]
     return sorted(hung_ranks, key=lambda silence: (silence.step, -silence.quiet_s, silence.rank))
 
 
 def _silence_among_others(
-    beat: Beat, all_beats: Iterable[Beat], now: float, limits: HangLimits, not_before: float
+    beat: Beat, all_beats: Iterable[Beat], now: float, cluster: ClusterConfig, not_before: float
 ) -> Hung:
     """Return how long a rank and all ranks for which it may wait have been silent, and the longest of their limits."""
     waited_for = [other for other in all_beats if other.attempt == beat.attempt and _may_wait_for(beat, other)]
     considered = [beat, *waited_for]
     silent_since = max(_silent_since(considered_beat) for considered_beat in considered)
-    limit_s = max(limits.silence_s(considered_beat) for considered_beat in considered)
+    limit_s = max(silence_limit_s(considered_beat, cluster) for considered_beat in considered)
     return Hung(
         rank=beat.rank,
         host=beat.host,

@@ -34,7 +34,7 @@ from electra_dist.config import ClusterConfig
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
 from electra_dist.nvml import GpuReading, GpuSampler
-from electra_dist.run.heartbeat import Heartbeat, Phase, hang_limits
+from electra_dist.run.heartbeat import Heartbeat, Phase, collective_limit_s
 from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.wait_reporter import WaitReporter
@@ -64,7 +64,7 @@ class RankMonitor:
     def __init__(self, run_dir: Path, cluster: ClusterConfig, wait_reporter: WaitReporter) -> None:
         """Write the first heartbeat and read the GPUs."""
         self._run_dir = run_dir
-        self._limits = hang_limits(cluster)
+        self._cluster = cluster
         self._wait_reporter = wait_reporter
         self._least_collective_s = 0.0
         if cluster.storage_patience_s > 0:
@@ -93,7 +93,7 @@ class RankMonitor:
         self._step = step
         self._waits_for_storage = False
         self._heartbeat.beat(phase, step, self._wait_reporter.reason)
-        hang_limit_s = self._limits.collective_s(self._heartbeat.last)
+        hang_limit_s = collective_limit_s(self._heartbeat.last, self._cluster)
         limit_s = max(min(_COLLECTIVE_FACTOR * hang_limit_s, _LONGEST_COLLECTIVE_S), self._least_collective_s)
         # The limit follows the measured step time. It is not worth setting the timeouts again for small changes.
         change_s = abs(limit_s - self._collective_limit_s)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from electra_dist.run.heartbeat import Beat, HangLimits, Hung, hung
+from electra_dist.config import ClusterConfig
+from electra_dist.run.heartbeat import Beat, Hung, hung, silence_limit_s
 
-LIMITS = HangLimits(setup_s=100.0, step_factor=5.0, step_floor_s=10.0, checkpoint_s=60.0, eval_s=40.0)
+LIMITS = ClusterConfig(
+    hang_setup_s=100.0,
+    hang_step_factor=5.0,
+    hang_step_floor_s=10.0,
+    hang_checkpoint_s=60.0,
+    hang_eval_s=40.0,
+    storage_patience_s=80.0,  # 200 s with the margin for a try that has begun
+)
 
 
 def heartbeat(**changes: object) -> Beat:
@@ -99,7 +107,7 @@ def test_heartbeats_before_the_start_are_ignored_and_ranks_without_a_newer_one_c
 
     assert hung(beats, 1005.0, LIMITS, started=started) == []
     assert hung(beats, 1010.0, LIMITS, started=started, ranks=[0, 1, 2]) == []
-    hung_ranks = hung(beats, 1015.0, HangLimits(setup_s=20.0), started=started, ranks=[0, 1, 2])
+    hung_ranks = hung(beats, 1015.0, ClusterConfig(hang_setup_s=20.0), started=started, ranks=[0, 1, 2])
 
     assert [rank.rank for rank in hung_ranks] == [0, 2]
     for rank in hung_ranks:
@@ -109,25 +117,23 @@ def test_heartbeats_before_the_start_are_ignored_and_ranks_without_a_newer_one_c
 
 
 def test_a_wait_for_storage_has_its_own_limit_from_its_begin_on_however_often_the_rank_reports_it():
-    limits = HangLimits(step_floor_s=10.0, storage_s=100.0)
-    waiting = heartbeat(phase="storage", phase_since=1000.0, time=1099.0, step_s=1.0)
+    waiting = heartbeat(phase="storage", phase_since=1000.0, time=1199.0, step_s=1.0)
 
-    assert hung([waiting], 1100.0, limits) == []
-    (rank,) = hung([heartbeat(phase="storage", phase_since=1000.0, time=1100.0, step_s=1.0)], 1100.5, limits)
-    assert (rank.phase, rank.quiet_s, rank.limit_s) == ("storage", 100.5, 100.0)
+    assert hung([waiting], 1200.0, LIMITS) == []
+    (rank,) = hung([heartbeat(phase="storage", phase_since=1000.0, time=1200.0, step_s=1.0)], 1200.5, LIMITS)
+    assert (rank.phase, rank.quiet_s, rank.limit_s) == ("storage", 200.5, 200.0)
 
 
 def test_ranks_may_wait_in_any_step_for_one_that_waits_for_storage():
     """Rank 1 is in the middle of a phase of steps, with a limit of 20 s; rank 0 waits for a disk."""
-    limits = HangLimits(step_floor_s=10.0, storage_s=100.0)
     silent = heartbeat(rank=1, time=1000.0)
     waiting = heartbeat(phase="storage", phase_since=1005.0, time=1090.0)
     earlier_attempt = heartbeat(phase="storage", phase_since=1005.0, time=1090.0, attempt=0)
 
-    assert hung([silent], 1090.0, limits, all_beats=[silent, waiting]) == []
-    assert [rank.rank for rank in hung([silent], 1106.0, limits, all_beats=[silent, waiting])] == [1]
+    assert hung([silent], 1090.0, LIMITS, all_beats=[silent, waiting]) == []
+    assert [rank.rank for rank in hung([silent], 1206.0, LIMITS, all_beats=[silent, waiting])] == [1]
     others = [silent, earlier_attempt]
-    assert [rank.rank for rank in hung([silent], 1090.0, limits, all_beats=others)] == [1]
+    assert [rank.rank for rank in hung([silent], 1090.0, LIMITS, all_beats=others)] == [1]
 
 
 @pytest.mark.parametrize("phase", ["step", "checkpoint", "eval"])
@@ -138,7 +144,7 @@ def test_a_rank_that_waited_for_a_slower_rank_is_not_hung_when_that_rank_comes_b
     beats = [waiting, back]
 
     assert hung([waiting], 1071.0, LIMITS, all_beats=beats) == []
-    limit_s = LIMITS.silence_s(back)
+    limit_s = silence_limit_s(back, LIMITS)
     (rank,) = hung([waiting], 1070.5 + limit_s, LIMITS, all_beats=beats)
     assert (rank.rank, rank.limit_s) == (1, limit_s)
 

@@ -30,7 +30,7 @@ from electra_dist.run.folder import (
     supervise_log,
 )
 from electra_dist.run.goodput import Goodput, goodput
-from electra_dist.run.heartbeat import Beat, Hung, hang_limits, hung, read_heartbeats
+from electra_dist.run.heartbeat import Beat, Hung, hung, read_heartbeats, storage_limit_s
 from electra_dist.run.history import (
     ENDINGS,
     STARTS,
@@ -114,7 +114,7 @@ class Gathered:
         """Return how many seconds a run may write no heartbeat, metrics or event before it counts as dead."""
         cluster = self.config.cluster
         if self.disk_problem or any(beat.phase == "storage" for beat in self.beats):
-            return max(cluster.hang_step_floor_s, hang_limits(cluster).storage_s)
+            return max(cluster.hang_step_floor_s, storage_limit_s(cluster))
         newest_event = self.ledger[-1] if self.ledger else None
         if newest_event is not None and newest_event.event in STARTS:
             has_trained = any(beat.step > newest_event.step for beat in self.beats)
@@ -336,7 +336,7 @@ def hung_ranks(beats: Sequence[Beat], now: float, cluster: ClusterConfig) -> lis
     The culprit is probably the rank with the fewest steps, because the others wait for it.
     """
     newest_beats = _of_newest_attempt(beats)
-    return hung(newest_beats, now, hang_limits(cluster), all_beats=newest_beats)
+    return hung(newest_beats, now, cluster, all_beats=newest_beats)
 
 
 def waits_for_storage(run: Path, disk_problem: str, beats: Sequence[Beat], now: float) -> list[dict[str, Any]]:

@@ -25,8 +25,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from electra_dist.config import ClusterConfig
 from electra_dist.run.folder import supervise_log
-from electra_dist.run.heartbeat import Beat, HangLimits, Hung, hung, read_heartbeats
+from electra_dist.run.heartbeat import Beat, Hung, hung, read_heartbeats, silence_limit_s, storage_limit_s
 from electra_dist.store.atomic_files import disk_problem
 from electra_dist.store.failure_kinds import is_worth_waiting_for, os_failure
 
@@ -39,13 +40,13 @@ _PAUSE_S = 5.0  # A longer time between two rounds means that the supervisor its
 class SilenceWatch:
     """Watcher of the heartbeats of this node's ranks. Make one for each start of the ranks."""
 
-    def __init__(self, run_dir: Path, node: int, limits: HangLimits, log: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, node: int, cluster: ClusterConfig, log: Callable[[str], None]) -> None:
         self._run_dir = run_dir
-        self._limits = limits
+        self._cluster = cluster
         self._next_look = 0.0
         self._first_seen = FirstSeen()
         own_file = supervise_log(run_dir, node)
-        self._folder = FolderWatch(lambda: probe_folder(run_dir, own_file), limits.storage_s, log)
+        self._folder = FolderWatch(lambda: probe_folder(run_dir, own_file), storage_limit_s(cluster), log)
 
     def round_begins(self) -> None:
         """Record that the supervisor's loop runs; call it in each round."""
@@ -67,7 +68,7 @@ class SilenceWatch:
         silent = hung(
             beats,
             now,
-            self._limits,
+            self._cluster,
             started=started,
             ranks=alive,
             all_beats=self._beats_of_all_nodes(beats, now),
@@ -84,7 +85,7 @@ class SilenceWatch:
 
     def _beats_of_all_nodes(self, own_beats: Iterable[Beat], now: float) -> list[Beat]:
         """Return the heartbeats of all ranks if one of this node may be waiting for another node's, otherwise []."""
-        if any(now - beat.time > self._limits.silence_s(beat) / 4 for beat in own_beats):
+        if any(now - beat.time > silence_limit_s(beat, self._cluster) / 4 for beat in own_beats):
             return self._first_seen.date(read_heartbeats(self._run_dir), now)
         return []
 

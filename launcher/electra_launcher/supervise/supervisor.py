@@ -40,7 +40,7 @@ from electra_dist.errors import (
 from electra_dist.escapes import printable
 from electra_dist.run.failures import Failure, read_failures, record_failure
 from electra_dist.run.folder import MEETING_DIR, STOP_FILE
-from electra_dist.run.heartbeat import delete_preflight_heartbeat, hang_limits, read_heartbeats
+from electra_dist.run.heartbeat import delete_preflight_heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_jobs, read_ledger
@@ -100,7 +100,6 @@ class Supervisor:
         self._arguments = arguments
         self._rank_options = rank_options
         self._placement = placement
-        self._limits = hang_limits(config.cluster)
         self._signals = ReceivedSignals()
         self._job_end = JobEndTime()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
@@ -165,7 +164,7 @@ class Supervisor:
         num_fruitless = 0  # restarts in a row without a new checkpoint
         while True:
             checkpoint_before = newest_checkpoint(self._read_ledger())
-            port = self._meeting.start(give_up=self._must_not_start, timeout_s=self._limits.setup_s)
+            port = self._meeting.start(give_up=self._must_not_start, timeout_s=self._cluster.hang_setup_s)
             if port is None or self._signals.number:
                 return self._end(self._why_not_started())
             result = self._run_start(port)
@@ -235,7 +234,7 @@ class Supervisor:
                 ranks=ranks,
                 placement=self._placement,
                 meeting=self._meeting,
-                limits=self._limits,
+                cluster=self._cluster,
                 signals=self._signals,
                 log=self.log,
             )
@@ -349,7 +348,9 @@ class Supervisor:
         if left is not None:
             node, code = left
             return StartOutcome(code=code, why=f"node {node} has ended for good; see its supervise-{node}.log")
-        why = f"node 0 has begun no start for {self._limits.setup_s:.0f} s; see supervise-0.log in the run folder"
+        why = (
+            f"node 0 has begun no start for {self._cluster.hang_setup_s:.0f} s; see supervise-0.log in the run folder"
+        )
         return StartOutcome(code=EXIT_CRASH, why=why)
 
     def _end(self, end: StartOutcome) -> int:

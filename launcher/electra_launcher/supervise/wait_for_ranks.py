@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from electra_dist.run.heartbeat import HangLimits, Hung
+from electra_dist.config import ClusterConfig
+from electra_dist.run.heartbeat import Hung
 from electra_dist.train.stop_request import INTERRUPT_SIGNAL
 from electra_launcher.supervise.hang_report import HangReport, request_nccl_traces
 from electra_launcher.supervise.rank_placement import Placement
@@ -65,7 +66,7 @@ class StartMonitor:
         ranks: RankProcesses,
         placement: Placement,
         meeting: Rendezvous,
-        limits: HangLimits,
+        cluster: ClusterConfig,
         signals: ReceivedSignals,
         log: Callable[[str], None],
     ) -> None:
@@ -78,7 +79,7 @@ class StartMonitor:
         self._passed_on = 0  # the signal that the ranks receive; 0: none yet
         self._lost: list[int] = []
         self._follow_until: float | None = None  # until when the other ranks may end by themselves; None: no loss yet
-        self._silence = SilenceWatch(run_dir, placement.node, limits, log)
+        self._silence = SilenceWatch(run_dir, placement.node, cluster, log)
         self._report = HangReport(meeting.hang_folder(), placement.node, placement.num_nodes, log)
         self._next_look_for_hang = 0.0
 

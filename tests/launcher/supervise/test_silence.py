@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support.small_disks import can_mount, freezable_disk
 from support.supervised_runs import FAKE, supervised
 
-from electra_dist.run.heartbeat import Beat, HangLimits, Heartbeat, Phase, hung
+from electra_dist.config import ClusterConfig
+from electra_dist.run.heartbeat import Beat, Heartbeat, Phase, hung
 
 FLOOR_S = 2.0
 LOOK_S = 0.5
@@ -79,7 +80,7 @@ def test_the_wait_of_a_rank_for_storage_counts_from_the_first_look_at_it() -> No
 
 
 def test_a_clock_that_jumps_neither_hides_a_hang_nor_makes_one() -> None:
-    limits = HangLimits(step_floor_s=30.0)
+    cluster = ClusterConfig(hang_step_floor_s=30.0)
     for jump in (0.0, 3600.0, -3600.0, DAY_S, -DAY_S):
         clock = FakeClock()
         seen = FirstSeen()
@@ -89,7 +90,7 @@ def test_a_clock_that_jumps_neither_hides_a_hang_nor_makes_one() -> None:
         silences = []
         while not silences:
             clock.now += LOOK_S
-            silences = hung(seen.date([newest], clock.now), clock.now, limits)
+            silences = hung(seen.date([newest], clock.now), clock.now, cluster)
             assert clock.now < 140.0
         assert clock.now == 132.0  # first seen at 101.5
 
@@ -107,7 +108,7 @@ def test_the_heartbeats_of_other_nodes_are_read_only_while_a_rank_has_been_silen
     monkeypatch.setattr(silence, "read_heartbeats", counted)
     clock = FakeClock()
     monkeypatch.setattr(silence.time, "monotonic", clock)
-    watch = SilenceWatch(tmp_path, 0, HangLimits(setup_s=100.0), print)
+    watch = SilenceWatch(tmp_path, 0, ClusterConfig(hang_setup_s=100.0), print)
     for rank in (0, 1):
         Heartbeat(tmp_path, rank, attempt=1)
     alive = {0: os.getpid()}
