@@ -20,7 +20,6 @@ and the same two commits.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import shlex
@@ -31,16 +30,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from against_cases import CASES
 from measure import REPOSITORY, RESULTS, Json, format_summary, make_record, print_table, ratio, record_file, summary
 
 PROGRAM = Path(__file__).parent / "against_cases.py"
 ON_THE_PATH = ("", "kernels", "launcher", "benchmarks", "tests")  # folders of a tree that hold modules
-
-
-def case_names() -> list[str]:
-    """Return the names of all cases: the functions of the program that take the folder `shared`, for both trees."""
-    functions = [node for node in ast.parse(PROGRAM.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return [node.name for node in functions if "shared" in [argument.arg for argument in node.args.args]]
 
 
 @contextmanager
@@ -57,21 +51,7 @@ def checked_out(commit: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(tree)], check=True)
 
 
-def write_shared_files(folder: Path) -> None:
-    """Write the text and the vocabulary that both trees read."""
-    script = REPOSITORY / "examples" / "python_docs.py"
-    subprocess.run([sys.executable, str(script), "--output", str(folder / "text")], check=True)
-    from electra_dist.corpus.inputs.find_inputs import find_inputs
-    from electra_dist.corpus.inputs.text_decoding import decode
-    from electra_dist.corpus.inputs.text_readers import DocumentStream
-    from electra_dist.corpus.vocabulary import train_vocabulary
-
-    documents = [decode(document) for document in DocumentStream(find_inputs([folder / "text"]))]
-    vocabulary = train_vocabulary(lambda: iter(documents), 30_522, True)
-    (folder / "vocab.txt").write_text(vocabulary.text, encoding="utf-8")
-
-
-def measure_once(case: str, tree: Path, own: Path, shared: Path, smoke: bool) -> dict[str, float]:
+def measure_once(case: str, tree: Path, own: Path, smoke: bool) -> dict[str, float]:
     """Run a case once in a new process of a tree; return its seconds by name."""
     own.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
@@ -79,7 +59,7 @@ def measure_once(case: str, tree: Path, own: Path, shared: Path, smoke: bool) ->
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    command = [sys.executable, "-P", str(PROGRAM), case, str(own), str(shared), *["--smoke"] * smoke]
+    command = [sys.executable, "-P", str(PROGRAM), case, str(own), *["--smoke"] * smoke]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{case} in {tree} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
@@ -94,7 +74,7 @@ def compare(case: str, before: Path, folder: Path, pairs: int, smoke: bool) -> J
     for number in range(0 if smoke else -1, pairs):  # The pair -1 writes files and fills caches, and is not counted.
         for name in sorted(trees, reverse=number % 2 == 0):
             own = folder / name / case
-            for what, found in measure_once(case, trees[name], own, folder, smoke).items():
+            for what, found in measure_once(case, trees[name], own, smoke).items():
                 if number >= 0:
                     seconds.setdefault(what, {"before": [], "after": []})[name].append(found)
     return {what: times | {"ratio": ratio(times["after"], times["before"])} for what, times in seconds.items()}
@@ -115,14 +95,14 @@ def main(words: Sequence[str]) -> None:
     """Compare this tree with the commit that the words name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the commit to compare with")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(case_names()))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--pairs", type=int, default=5, help="counted runs in each tree (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes, one pair")
     parser.add_argument("--save", action="store_true", help="write the record as a dated JSON file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (benchmarks/results)")
     arguments = parser.parse_args(words)
-    if unknown := sorted(set(arguments.cases) - set(case_names())):
-        parser.error(f"there is no case {', '.join(unknown)}; the cases are {', '.join(case_names())}")
+    if unknown := sorted(set(arguments.cases) - set(CASES)):
+        parser.error(f"there is no case {', '.join(unknown)}; the cases are {', '.join(CASES)}")
     command = ["python", "benchmarks/against.py", arguments.commit, *arguments.cases, f"--pairs={arguments.pairs}"]
     record = make_record("against", shlex.join(command), smoke=arguments.smoke)
     resolve = ["git", "-C", str(REPOSITORY), "rev-parse", f"{arguments.commit}^{{commit}}"]
@@ -130,10 +110,7 @@ def main(words: Sequence[str]) -> None:
     pairs = 1 if arguments.smoke else arguments.pairs
     record["cases"] = {}
     with tempfile.TemporaryDirectory(prefix="against-") as name, checked_out(record["before"], Path(name)) as before:
-        cases = arguments.cases or case_names()
-        if "corpus_build" in cases:
-            write_shared_files(Path(name))
-        for case in cases:
+        for case in arguments.cases or CASES:
             found = compare(case, before, Path(name), pairs, arguments.smoke)
             record["cases"] |= found
             rows = []

@@ -24,13 +24,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
-from measure import REPOSITORY, TOY, Found, Json, ResultLine, print_table
+from measure import REPOSITORY, TOY, Found, Json, ResultLine, alternate, print_table
 
 from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import RunState
@@ -121,6 +122,19 @@ class CheckpointBench:
         return elapsed
 
 
+@contextlib.contextmanager
+def opened(config_file: str, smoke: bool) -> Iterator[CheckpointBench]:
+    """Build the towers of a config in a process group of one rank, or of toy size if `smoke`."""
+    toy = TOY if smoke else []
+    config = load_config(REPOSITORY / config_file, ["train.global_batch=1", "train.micro_batch=1", *toy])
+    init_distributed()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = CheckpointBench(config, Path(folder))
+        yield bench
+        bench.engine.close()
+    dist.destroy_process_group()
+
+
 def time_ways(bench: CheckpointBench, rounds: int) -> Json:
     """Save the state in each of the four ways, in turn; return way -> its seconds and their median."""
     ways = {
@@ -129,11 +143,16 @@ def time_ways(bench: CheckpointBench, rounds: int) -> Json:
         "DeepSpeed": bench.deepspeed,
         "torch.save": bench.torch_save,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            seconds[name].append(way())
+
+    def synced(way: Callable[[], float]) -> Callable[[], float]:
+        def save() -> float:
+            stall_s = way()
             os.sync()  # Pages that the kernel has not yet written would slow the next way.
+            return stall_s
+
+        return save
+
+    seconds = alternate({name: synced(way) for name, way in ways.items()}, rounds, warm_up=0)
     committed_steps = [checkpoint.step for checkpoint in checkpoints([bench.store])]
     assert committed_steps == [rounds], f"the store has steps {committed_steps}, expected only step {rounds}"
     return {
@@ -147,14 +166,8 @@ def time_ways(bench: CheckpointBench, rounds: int) -> Json:
 
 def measure(arguments: argparse.Namespace) -> Found:
     torch.set_num_threads(arguments.threads)
-    toy = TOY if arguments.smoke else []
-    config = load_config(REPOSITORY / arguments.config, ["train.global_batch=1", "train.micro_batch=1", *toy])
-    init_distributed()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = CheckpointBench(config, Path(folder))
+    with opened(arguments.config, arguments.smoke) as bench:
         ways = time_ways(bench, arguments.rounds)
-        bench.engine.close()
-    dist.destroy_process_group()
     num_parameters = bench.num_bytes // 12
     write_s = statistics.median(bench.write_s)
     facts = f"{num_parameters / 1e6:.1f} M parameters, {bench.num_bytes / 1e9:.2f} GB of fp32 state"

@@ -26,17 +26,7 @@ from pathlib import Path
 import corpus_builder_ways as ways
 import numpy as np
 from corpus_builder_ways import Text
-from measure import (
-    REPOSITORY,
-    Found,
-    Json,
-    ResultLine,
-    alternate,
-    format_summary,
-    print_table,
-    ratio,
-    summary,
-)
+from measure import REPOSITORY, Found, Json, ResultLine, alternate, format_summary, print_table, ratio, summary
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
@@ -139,16 +129,20 @@ def make_text(arguments: argparse.Namespace, config: Config, folder: Path) -> Te
     return Text.write(folder / "prepared", config, documents, vocabulary)
 
 
+def corpus_config(smoke: bool) -> Config:
+    """Return the config whose sections decide the corpus."""
+    size = 300 if smoke else 30_522
+    return load_config(REPOSITORY / "configs/large_25pct_mask.yaml", [f"model.vocab_size={size}"])
+
+
 def measure(arguments: argparse.Namespace) -> Found:
     # A worker process imports the main module again if that module has a `__file__`. Without it, workers do not import
     # `run.py` and torch, which workers of `electra-dist` do not import either.
     main = sys.modules["__main__"]
     main_file = main.__dict__.pop("__file__", None)
-    size = 300 if arguments.smoke else 30_522
-    config = load_config(REPOSITORY / "configs/large_25pct_mask.yaml", [f"model.vocab_size={size}"])
     try:
         with tempfile.TemporaryDirectory(prefix="builder-") as name:
-            text = make_text(arguments, config, Path(name))
+            text = make_text(arguments, corpus_config(arguments.smoke), Path(name))
             measured = compare(text, arguments.rounds)
             lines = [report_ways(by_way, workers) for workers, by_way in measured["workers"].items()]
     finally:

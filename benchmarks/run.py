@@ -26,25 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import (
-    REPOSITORY,
-    RESULTS,
-    Json,
-    between_markers,
-    installed,
-    make_record,
-    record_file,
-)
+from measure import REPOSITORY, RESULTS, Json, between_markers, installed, make_record, record_file
 
-BENCHMARKS = (
-    "step",
-    "head",
-    "loader",
-    "shard_cache",
-    "corpus_builder",
-    "checkpoint",
-    "restart",
-)
+BENCHMARKS = ("step", "head", "loader", "shard_cache", "corpus_builder", "checkpoint", "restart")
 PAGE = REPOSITORY / "docs" / "results.md"
 BEGIN, END = "<!-- benchmarks: written by benchmarks/run.py -->", "<!-- end of benchmarks -->"
 HEADER = "| what | figure | against | command | date |\n| --- | --- | --- | --- | --- |\n"
