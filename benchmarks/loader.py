@@ -177,9 +177,7 @@ class Reader(NamedTuple):
     package: str  # Distribution whose version the record names.
     module: str  # Module that must be importable.
     write: Callable[[Store, Path], None]  # (corpus, folder): writes the data set into the folder, which is new.
-    read: Callable[
-        [Store, Path], Batches
-    ]  # (corpus, folder): yields one shuffled epoch, [BATCH, seq_len] integers.
+    read: Callable[[Store, Path], Batches]  # (corpus, folder): yields one shuffled epoch, [BATCH, seq_len] integers.
 
 
 @contextlib.contextmanager

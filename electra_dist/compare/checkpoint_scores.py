@@ -119,13 +119,7 @@ class CheckpointScores:
                     encoder, functools.partial(read, tower="generator"), with_prefix(progress, f"{measure.name}: ")
                 )
             except Diverged as error:
-                measured = Measured(
-                    task=measure.name,
-                    mode=measure.mode,
-                    metric=measure.metric,
-                    score=None,
-                    failures=(f"diverged: {error}",),
-                )
+                measured = measure.measured(None, failures=(f"diverged: {error}",))
             measured = dataclasses.replace(
                 measured,
                 task=measure.name,

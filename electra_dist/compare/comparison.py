@@ -34,13 +34,14 @@ from electra_dist.compare.comparison_results import ComparisonResults, Failure, 
 from electra_dist.compare.heldout_measures import open_heldout_measures
 from electra_dist.compare.learning_rates import RateSearch, with_rates
 from electra_dist.compare.measures import Measure, open_measures
-from electra_dist.compare.pretraining_runs import Pretrainings, Progress, current_step, saved_steps
+from electra_dist.compare.pretraining_runs import Pretrainings, current_step, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import UserError
+from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.report.pages import write_page
 from electra_dist.run.folder import is_run_folder, open_run, read_identity

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from electra_dist.compare.comparison_results import PAIR_REMARK, ComparisonResults, Failure, table_texts
 from electra_dist.compare.score_plot import (
-    RunCurves,
+    RunEvaluations,
     curve_diagrams,
     panel_titles,
     placeholder_colors,
@@ -55,7 +55,10 @@ class _Bar(NamedTuple):
 
 
 def comparison_page(
-    results: ComparisonResults, runs: Sequence[RunState], failures: Sequence[Failure], curves: Sequence[RunCurves]
+    results: ComparisonResults,
+    runs: Sequence[RunState],
+    failures: Sequence[Failure],
+    curves: Sequence[RunEvaluations],
 ) -> str:
     """Return the text of compare.html; `runs` are in the order of the plan, `curves` are of the runs' evaluations."""
     compare = results.compare

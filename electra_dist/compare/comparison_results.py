@@ -23,14 +23,11 @@ from electra_dist.compare.comparison_plan import Plan, PlannedRun
 from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.measures import Measure
 from electra_dist.compare.significance import (
-    Difference,
+    REMARK,
     Verdict,
-    console_differences,
     difference_rows,
+    differences_to,
     judge,
-    markdown_differences,
-    markdown_row,
-    paired_difference,
     verdict_lines,
 )
 from electra_dist.config.secrets import without_secrets
@@ -117,13 +114,22 @@ def score_failures(scores: Sequence[CheckpointScore]) -> list[Failure]:
     return failures
 
 
-def console_table(title: str, rows: Sequence[ScoreRow], num_seeds: int) -> Table:
-    """Return the rows as a table for the terminal: median, lowest and highest seed in per cent."""
-    head, *rows_of_texts = table_texts(rows, num_seeds)
-    table = Table(*head, title=title)
+def console_table(title: str, rows: Sequence[Sequence[str]], caption: str | None = None) -> Table:
+    """Return texts, the titles first, as a table for the terminal."""
+    titles, *rows_of_texts = rows
+    table = Table(*titles, title=title, caption=caption)
     for texts in rows_of_texts:
         table.add_row(*texts)
     return table
+
+
+def markdown_table(rows: Sequence[Sequence[str]], num_names: int = 1) -> list[str]:
+    """Return texts, the titles first, as the lines of a Markdown table; no text may contain "|".
+
+    The first `num_names` columns are aligned to the left, the others to the right.
+    """
+    titles, *rows_of_texts = (f"| {' | '.join(row)} |" for row in rows)
+    return [titles, "|---|" + "---|" * (num_names - 1) + "--:|" * (len(rows[0]) - num_names), *rows_of_texts]
 
 
 def markdown(
@@ -138,13 +144,6 @@ def markdown(
 
     `notes` are lines before the table, `sections` lines between the table and the failures.
     """
-    head, *rows_of_texts = table_texts(rows, num_seeds)
-    table_lines = [
-        markdown_row(head),
-        "|---|" + "--:|" * (len(head) - 1),  # aligns the objectives left, and all other columns right
-        *map(markdown_row, rows_of_texts),
-    ]
-
     failure_lines = [f"* {failure.entry} seed {failure.seed}: {markdown_text(failure.what)}" for failure in failures]
     if not failure_lines:
         failure_lines = ["None."]
@@ -154,7 +153,7 @@ def markdown(
         "",
         *notes,
         "",
-        *table_lines,
+        *markdown_table(table_texts(rows, num_seeds)),
         "",
         *sections,
         "## Failed or degenerate",
@@ -254,16 +253,16 @@ class ComparisonResults:
         names = [objective.name for objective in compare.objectives]
         self.baseline = names[0] if compare.criterion is None else compare.criterion.baseline
         self._baseline_of = self._baselines(measures, existing)
-        self._difference_rows = difference_rows(self._last_scores, names, self.baseline, self._baseline_of)
-        self.differences = self._differences(self._last_scores, self._baseline_of)
+        self.differences = differences_to(self._baseline_of, self._last_scores, names, self.baseline)
+        self._difference_rows = difference_rows(self.differences, names, self.baseline, self._baseline_of)
         scores_of_last = self._scores_at_end(num_checkpoints=_NUM_LAST)
         mean_baseline_of = {
             measure.name: self._baseline_of[measure.name]
             for measure in measures
             if measure.at == "all" and measure.name in self._baseline_of
         }
-        self._mean_difference_rows = difference_rows(scores_of_last, names, self.baseline, mean_baseline_of)
-        self.mean_differences = self._differences(scores_of_last, mean_baseline_of)
+        self.mean_differences = differences_to(mean_baseline_of, scores_of_last, names, self.baseline)
+        self._mean_difference_rows = difference_rows(self.mean_differences, names, self.baseline, mean_baseline_of)
         self.num_last = min(_NUM_LAST, *(len(run.marks) for run in plan.runs))
         self.verdict: Verdict | None = None
         if compare.criterion is not None:
@@ -290,11 +289,11 @@ class ComparisonResults:
 
     def table(self) -> Table:
         """Return the scores as a table for the terminal: one row per objective and number of steps."""
-        return console_table(self.title, self.rows, len(self.compare.seeds))
+        return console_table(self.title, table_texts(self.rows, len(self.compare.seeds)))
 
     def difference_table(self) -> Table:
         """Return the differences of the objectives' final scores to the baseline's, as a table for the terminal."""
-        return console_differences(self._difference_rows)
+        return console_table("differences at the end of the runs", self._difference_rows, caption=REMARK)
 
     def verdict_lines(self) -> list[str]:
         """Return lines of text: the criterion, its verdict, and when it was stated; no lines without a criterion."""
@@ -328,27 +327,19 @@ class ComparisonResults:
             f"Per cent: median (lowest to highest seed)."
         )
         notes = [remark, *([_DETECTION_REMARK] if DETECTION in self._baseline_of else [])]
-        sections = markdown_differences("Differences at the end of the runs", self._difference_rows)
+        sections = _section("Differences at the end of the runs", REMARK, markdown_table(self._difference_rows))
         if self.num_last > 1:
             title = f"Differences of the mean over the last {self.num_last} checkpoints"
-            sections += markdown_differences(title, self._mean_difference_rows)
-        sections += self._pair_lines()
+            sections += _section(title, REMARK, markdown_table(self._mean_difference_rows))
+        pairs = self.pair_table()
+        if pairs:
+            sections += _section("Minimal pairs at the end of the runs", PAIR_REMARK, markdown_table(pairs, 2))
         if self.rates:
             lines = [f"* {markdown_text(choice.line())}" for choice in self.rates]
             sections += ["## Learning rates", "", *lines, ""]
         if self.verdict is not None:
             sections += ["## Criterion", "", *(f"* {markdown_text(line)}" for line in self.verdict_lines()), ""]
         return markdown(self.title, self.rows, failures, len(self.compare.seeds), notes=notes, sections=sections)
-
-    def _pair_lines(self) -> list[str]:
-        """Return the lines of a section on minimal pairs; no lines without them."""
-        table = self.pair_table()
-        if not table:
-            return []
-        head, *rows = table
-        lines = ["## Minimal pairs at the end of the runs", "", PAIR_REMARK, "", markdown_row(head)]
-        lines.append("|---|---|" + "--:|" * (len(head) - 2))
-        return [*lines, *map(markdown_row, rows), ""]
 
     def pair_table(self) -> list[list[str]]:
         """Return the table of the results on minimal pairs as texts, the header first; [] without pairs.
@@ -374,18 +365,9 @@ class ComparisonResults:
             table.append([entry, task, *means])
         return table
 
-    def _differences(self, scores: Sequence[CheckpointScore], baseline_of: Mapping[str, str]) -> list[Difference]:
-        """Return each objective's difference to the baseline in each column, if a seed has the scores of both.
 
-        `baseline_of` maps each column to the objective whose score is subtracted.
-        """
-        found = [
-            paired_difference(scores, objective.name, baseline, column)
-            for objective in self.compare.objectives
-            for column, baseline in baseline_of.items()
-            if objective.name not in (self.baseline, baseline)
-        ]
-        return [difference for difference in found if difference is not None]
+def _section(title: str, remark: str, lines: Sequence[str]) -> list[str]:
+    return [f"## {title}", "", remark, "", *lines, ""]
 
 
 def _describe_run(run: PlannedRun) -> dict[str, object]:

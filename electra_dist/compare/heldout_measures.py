@@ -60,7 +60,7 @@ class _AucMeasure(Measure):
         replaced_scores = -scores.numpy()
         auc, standard_error = auc_with_standard_error(replaced_scores, is_replaced, rows)
         if np.isnan(standard_error):  # it is not known with a single row
-            return self._measured(auc)
+            return self.measured(auc)
         places_of_rows = [np.flatnonzero(rows == row) for row in np.unique(rows)]
 
         def auc_of(drawn_rows: np.ndarray) -> float:
@@ -70,26 +70,7 @@ class _AucMeasure(Measure):
         values = resampled(len(places_of_rows), auc_of)
         # A resample of few rows may have no two kinds of tokens.
         items = None if np.isnan(values).any() else ItemResults(resamples=values)
-        return self._measured(auc, standard_error=standard_error, items=items)
-
-    def _measured(
-        self,
-        score: float | None,
-        *,
-        failures: tuple[str, ...] = (),
-        standard_error: float | None = None,
-        items: ItemResults | None = None,
-    ) -> Measured:
-        """Return a result with the name, mode and metric of this measure."""
-        return Measured(
-            task=self.name,
-            mode=self.mode,
-            metric=self.metric,
-            score=score,
-            failures=failures,
-            standard_error=standard_error,
-            items=items,
-        )
+        return self.measured(auc, standard_error=standard_error, items=items)
 
 
 class ContextMeasure(_AucMeasure):
@@ -120,7 +101,7 @@ class ContextMeasure(_AucMeasure):
     def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Return the ROC-AUC of replaced against original tokens; the score is None if no two tokens are different."""
         if not self._is_replaced.any():
-            return self._measured(None, failures=("the held-out rows have no two different tokens",))
+            return self.measured(None, failures=("the held-out rows have no two different tokens",))
         scores = score_places(encoder, self._rows, self._places, device_of_choice(), progress)
         return self._auc(scores, self._is_replaced, self._source_rows)
 
@@ -170,7 +151,7 @@ class DetectionMeasure(_AucMeasure):
         shown_rows = self._sample(load_generator(), device, progress)
         is_replaced = np.array([shown_rows[row][at] != self._rows[row][at] for row, at in self._places], dtype=bool)
         if is_replaced.all() or not is_replaced.any():
-            return self._measured(None, failures=("the generator has replaced no token of the held-out rows, or all",))
+            return self.measured(None, failures=("the generator has replaced no token of the held-out rows, or all",))
         scores = score_places(encoder, shown_rows, self._places, device, progress)
         return self._auc(scores, is_replaced, np.array([row for row, _ in self._places]))
 

@@ -15,20 +15,21 @@ may be a little too high for all of it.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from electra_dist.compare.checkpoint_scores import with_prefix
 from electra_dist.compare.comparison_config import CompareConfig, Entry
 from electra_dist.compare.comparison_plan import Plan, PlannedRun, make_plan
-from electra_dist.compare.pretraining_runs import Pretrainings, Progress
+from electra_dist.compare.pretraining_runs import Pretrainings
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.finetune.stored_scores import digest_of
+from electra_dist.finetune.training_loop import Progress
 from electra_dist.run.folder import recorded_numerics
 from electra_dist.run.metrics import iter_evaluations
-from electra_dist.run.records import JsonlFile, Record, read_records
+from electra_dist.run.records import Record, append_record, read_records
 from electra_dist.train.evaluator import evaluation_scores
 
 RATES_FILE = "learning_rates.jsonl"  # in the output folder: a line for each choice, the newest last
@@ -116,11 +117,11 @@ class RateSearch:
         made = []
         with Pretrainings(all_runs, self._ranks, self._parallel) as trainings:
             for entry, runs in runs_of.items():
-                failures = [trainings.result(run, _named(progress, run)) for run in runs]
+                failures = [
+                    trainings.result(run, with_prefix(progress, f"learning rates: {run.name}: ")) for run in runs
+                ]
                 choice = _choose(entry, runs, failures, fingerprint)
-                with contextlib.closing(JsonlFile(self._file)) as file:
-                    file.append(choice)
-                    file.sync()
+                append_record(self._file, choice)
                 made.append(choice)
         return made
 
@@ -144,10 +145,6 @@ def with_rates(compare: CompareConfig, choices: Sequence[RateChoice]) -> Compare
 def _trial(entry: Entry, rate: float) -> Entry:
     changes = {"name": f"{entry.name}-lr{rate!r}", "set": entry.set | {"optimizer.lr": rate}, "lr": ()}
     return entry.model_copy(update=changes)
-
-
-def _named(progress: Progress, run: PlannedRun) -> Progress:
-    return lambda activity, done, total: progress(f"learning rates: {run.name}: {activity}", done, total)
 
 
 def _digest(runs: Sequence[PlannedRun], fingerprint: str) -> str:

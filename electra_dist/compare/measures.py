@@ -13,7 +13,7 @@ import abc
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
@@ -68,6 +68,10 @@ class Measure(abc.ABC):
         """Score a trigram model, with the tokenizer of `encoder`; call it only if `scores_trigrams` is True."""
         raise NotImplementedError
 
+    def measured(self, score: float | None, **found: Any) -> Measured:
+        """Return a score by this measure; `found` are further fields of `Measured`."""
+        return Measured(task=self.name, mode=self.mode, metric=self.metric, score=score, **found)
+
 
 class TaskMeasure(Measure):
     """Measure of how well an encoder solves a task: with a linear probe of frozen states, or fine-tuned."""
@@ -106,31 +110,48 @@ class TaskMeasure(Measure):
         summary = summarize(results)
         median = summary.median
         if median is None:
-            return Measured(
-                task=self.name, mode=self.mode, metric=self.metric, score=None, failures=tuple(summary.failed.values())
-            )
+            return self.measured(None, failures=tuple(summary.failed.values()))
         score_of = {seed: result.score for seed, result in enumerate(results) if result.score is not None}
         nearest = results[min(score_of, key=lambda seed: abs(score_of[seed] - median))]
-        return Measured(
-            task=self.name,
-            mode=self.mode,
-            metric=self.metric,
-            score=self._task.unit * median,
+        return self.measured(
+            self._task.unit * median,
             failures=tuple(summary.failed.values()),
             standard_error=None if nearest.standard_error is None else self._task.unit * nearest.standard_error,
             items=None if nearest.items is None else nearest.items.in_unit(self._task.unit),
         )
 
 
-class BuiltInPairsMeasure(Measure):
-    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a generated pair.
+class _PairsMeasure(Measure):
+    """Base class of measures of how often an encoder, without fine-tuning, prefers the grammatical sentence of a pair.
 
-    The two sentences of a pair differ in one word, which is wrongly singular or plural in one of them.
+    The score is the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind.
     """
 
-    name = MINIMAL_PAIRS
     mode = "pairs"
     metric = "accuracy"
+
+    def _of(self, scores: list[PairScore]) -> Measured:
+        """Return the accuracy on all pairs, with its standard error; the last of `scores` is that of all pairs.
+
+        The `details` are the accuracies on each kind of pair; the metrics are the mean margin in nats and, for a
+        masked language model, the accuracy by each readout.
+        """
+        *kind_scores, total = scores
+        assert total.phenomenon == ALL
+        by_readout = {f"accuracy_{readout}": value for readout, value in total.accuracy_by_readout.items()}
+        return self.measured(
+            total.accuracy,
+            metrics={"margin": total.margin, **by_readout},
+            standard_error=total.standard_error,
+            details={score.phenomenon: score.accuracy for score in kind_scores},
+            items=ItemResults.of_hits([score.hits for score in kind_scores]),
+        )
+
+
+class BuiltInPairsMeasure(_PairsMeasure):
+    """Measure on generated pairs, whose sentences differ in one word: it is wrongly singular or plural in one."""
+
+    name = MINIMAL_PAIRS
 
     def __init__(self, pairs_per_kind: int) -> None:
         self._pairs_per_kind = pairs_per_kind
@@ -138,19 +159,15 @@ class BuiltInPairsMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
-        """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
-        scores = score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress)
-        return _of_pair_scores(self.name, scores)
+        return self._of(score_minimal_pairs(encoder, self._pairs_per_kind, device_of_choice(), progress))
 
 
-class PairFilesMeasure(Measure):
-    """Measure of how often an encoder, without fine-tuning, prefers the grammatical sentence of a pair from a file.
+class PairFilesMeasure(_PairsMeasure):
+    """Measure on the pairs of a file or folder.
 
     A masked language model reads a word from left to right: while it scores a token, the rest of the word is masked.
     """
 
-    mode = "pairs"
-    metric = "accuracy"
     scores_trigrams = True
 
     def __init__(self, path: Path, pairs_per_kind: int) -> None:
@@ -165,14 +182,12 @@ class PairFilesMeasure(Measure):
 
     @override
     def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
-        """Return the share of pairs whose grammatical sentence scores higher: of all pairs, and of each kind."""
-        scores = score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress, readout="word")
-        return _of_pair_scores(self.name, scores)
+        return self._of(score_sentence_pairs(encoder, self._pairs, device_of_choice(), progress, readout="word"))
 
     @override
     def score_trigrams(self, model: TrigramModel, encoder: Pretrained, progress: Progress) -> Measured:
-        scores = score_sentence_pairs(encoder, self._pairs, torch.device("cpu"), progress, scorer=model.score)
-        return _of_pair_scores(self.name, scores)
+        device = torch.device("cpu")
+        return self._of(score_sentence_pairs(encoder, self._pairs, device, progress, scorer=model.score))
 
 
 class TreebankMeasure(Measure):
@@ -193,27 +208,6 @@ class TreebankMeasure(Measure):
     def score(self, encoder: Pretrained, load_generator: LoadGenerator, progress: Progress) -> Measured:
         """Return the accuracy on the words of the test sentences, at the layer chosen on held-out training data."""
         return probe_words(encoder, self._treebank, self._target, device_of_choice(), progress)
-
-
-def _of_pair_scores(name: str, scores: list[PairScore]) -> Measured:
-    """Return the result of a measure on minimal pairs: the accuracy on all pairs, with its standard error.
-
-    Its `details` are the accuracies on each kind of pair; its metrics are the mean margin in nats and, for a masked
-    language model, the accuracy by each readout. The last of `scores` is that of all pairs.
-    """
-    *kind_scores, total = scores
-    assert total.phenomenon == ALL
-    by_readout = {f"accuracy_{readout}": value for readout, value in total.accuracy_by_readout.items()}
-    return Measured(
-        task=name,
-        mode="pairs",
-        metric="accuracy",
-        score=total.accuracy,
-        metrics={"margin": total.margin, **by_readout},
-        standard_error=total.standard_error,
-        details={score.phenomenon: score.accuracy for score in kind_scores},
-        items=ItemResults.of_hits([score.hits for score in kind_scores]),
-    )
 
 
 def open_measures(compare: CompareConfig, file: Path, glue: Path | None, run: PlannedRun) -> list[Measure]:

@@ -22,10 +22,10 @@ from typing import Self
 
 from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
 from electra_dist.compare.comparison_plan import PlannedRun
+from electra_dist.finetune.training_loop import Progress
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.process_table import mark_of, marked_pids
 
-Progress = Callable[[str, int, int], None]  # called with (activity, parts done, parts in total)
 _POLL_S = 0.5  # seconds between checks of a run
 
 

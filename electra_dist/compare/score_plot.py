@@ -72,7 +72,7 @@ def score_diagrams(rows: Sequence[ScoreRow], titles: dict[str, str], color_of: M
     return diagrams
 
 
-def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
+def write_curves(curves: Sequence[RunEvaluations], path: Path) -> None:
     """Draw what runs have recorded at their evaluations: a panel for each value, a line for each run (at least one).
 
     An existing file is replaced atomically.
@@ -85,7 +85,7 @@ def write_curves(curves: Sequence[RunCurves], path: Path) -> None:
             _draw_curves(axes, curves, field, color_of)
 
 
-def curve_diagrams(curves: Sequence[RunCurves], color_of: Mapping[str, str]) -> list[DrawnPanel]:
+def curve_diagrams(curves: Sequence[RunEvaluations], color_of: Mapping[str, str]) -> list[DrawnPanel]:
     """Draw the panels of `write_curves` for a page; `color_of` maps each objective to its placeholder color."""
     diagrams = []
     for field, title in _curve_titles(curves).items():
@@ -112,7 +112,7 @@ def _print_colors(entries: Iterable[str]) -> dict[str, str]:
     return {entry: PRINT[color] for entry, color in placeholder_colors(entries).items()}
 
 
-def _curve_titles(curves: Sequence[RunCurves]) -> dict[str, str]:
+def _curve_titles(curves: Sequence[RunEvaluations]) -> dict[str, str]:
     return {field: title for field, title in CURVE_TITLES.items() if any(run.points[field] for run in curves)}
 
 
@@ -122,7 +122,7 @@ def _hover_line(label: str, color: str, points: Sequence[tuple[float, float]]) -
     return {"label": label, "color": VARIABLES[color], "steps": steps, "values": values}
 
 
-def _draw_curves(axes: Axes, curves: Sequence[RunCurves], field: str, color_of: Mapping[str, str]) -> None:
+def _draw_curves(axes: Axes, curves: Sequence[RunEvaluations], field: str, color_of: Mapping[str, str]) -> None:
     for run in curves:
         flops = [point[0] for point in run.points[field]]
         values = [point[1] for point in run.points[field]]
@@ -253,7 +253,7 @@ CURVE_TITLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunCurves:
+class RunEvaluations:
     """What one run of a comparison has recorded at its evaluations, each value with the FLOPs of training so far."""
 
     entry: str  # name of the objective's entry
@@ -261,7 +261,7 @@ class RunCurves:
     points: dict[str, list[tuple[float, float]]]  # field of the record -> (FLOPs, value), ascending
 
 
-def read_curves(runs: Sequence[PlannedRun]) -> list[RunCurves]:
+def read_curves(runs: Sequence[PlannedRun]) -> list[RunEvaluations]:
     """Return the curves of all runs that have recorded an evaluation, in the order of the runs.
 
     A quantity that a run does not record has no points; values that are not finite are left out.
@@ -278,5 +278,5 @@ def read_curves(runs: Sequence[PlannedRun]) -> list[RunCurves]:
         for field, values in value_at.items():
             points[field] = [(run.flops(step), value) for step, value in sorted(values.items())]
         if any(points.values()):
-            curves.append(RunCurves(entry=run.entry, seed=run.seed, points=points))
+            curves.append(RunEvaluations(entry=run.entry, seed=run.seed, points=points))
     return curves

@@ -17,7 +17,6 @@ Limits: with two seeds the seed error has one degree of freedom, so a difference
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -28,12 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
 from scipy import stats
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison_config import Criterion
-from electra_dist.run.records import Count, JsonlFile, Record, read_records
+from electra_dist.run.records import Count, Record, append_record, read_records
 
 REMARK = (
     "Mean over the seeds of the difference to the baseline, paired by seed, in points of a per cent. After +- comes "
@@ -125,55 +123,38 @@ def difference_title(task: str, other: str, baseline: str) -> str:
     return task if other == baseline else f"{task} (minus {other})"
 
 
+def differences_to(
+    baseline_of: Mapping[str, str], scores: Sequence[CheckpointScore], entries: Sequence[str], baseline: str
+) -> list[Difference]:
+    """Return the differences of each objective but `baseline` on each task, if a seed has the scores of both.
+
+    `baseline_of` maps each task to the objective whose score is subtracted. That is `baseline`, unless it has no score
+    of such a task.
+    """
+    found = [
+        paired_difference(scores, entry, other, task)
+        for entry in entries
+        for task, other in baseline_of.items()
+        if entry not in (baseline, other)
+    ]
+    return [difference for difference in found if difference is not None]
+
+
 def difference_rows(
-    scores: Sequence[CheckpointScore], entries: Sequence[str], baseline: str, baseline_of: Mapping[str, str]
+    differences: Sequence[Difference], entries: Sequence[str], baseline: str, baseline_of: Mapping[str, str]
 ) -> list[list[str]]:
     """Return the titles of a table of differences, then a row of texts for each objective but the baseline.
 
-    `baseline_of` maps each task to the objective whose score is subtracted. That is `baseline`, unless it has no score
-    of such a task; the title then names the other objective.
+    The arguments are those of `differences_to`, and what it returns. The title of a task with another baseline names
+    that.
     """
+    difference_of = {(difference.entry, difference.task): difference for difference in differences}
     titles = [difference_title(task, other, baseline) for task, other in baseline_of.items()]
     rows = [[f"minus {baseline}", *titles]]
     for entry in entries:
-        if entry == baseline:
-            continue
-        texts = [
-            "-" if entry == other else difference_text(paired_difference(scores, entry, other, task))
-            for task, other in baseline_of.items()
-        ]
-        rows.append([entry, *texts])
+        if entry != baseline:
+            rows.append([entry, *(difference_text(difference_of.get((entry, task))) for task in baseline_of)])
     return rows
-
-
-def console_differences(rows: Sequence[Sequence[str]]) -> Table:
-    """Return the differences to the baseline as a table for the terminal, with a note on the errors below it."""
-    titles, *rows_of_objectives = rows
-    table = Table(*titles, title="differences at the end of the runs", caption=REMARK)
-    for row in rows_of_objectives:
-        table.add_row(*row)
-    return table
-
-
-def markdown_differences(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the differences to the baseline as the lines of a section of compare.md."""
-    titles, *rows_of_objectives = rows
-    alignment = "|---|" + "--:|" * (len(titles) - 1)
-    return [
-        f"## {title}",
-        "",
-        REMARK,
-        "",
-        markdown_row(titles),
-        alignment,
-        *(markdown_row(row) for row in rows_of_objectives),
-        "",
-    ]
-
-
-def markdown_row(cells: Sequence[str]) -> str:
-    """Return a row of a Markdown table, as in "| rtd | 1,000 |"; a cell must not contain "|"."""
-    return f"| {' | '.join(cells)} |"
 
 
 def _by_seed(scores: Sequence[CheckpointScore], entry: str, task: str) -> dict[int, list[CheckpointScore]]:
@@ -314,9 +295,7 @@ def record_criterion(folder: Path, criterion: Criterion, num_scores: int) -> str
     if not records or records[-1].criterion != content:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         record = StatedCriterion(time=now, scores=num_scores, criterion=content)
-        with contextlib.closing(JsonlFile(file)) as lines:
-            lines.append(record)
-            lines.sync()
+        append_record(file, record)
         records.append(record)
     latest = records[-1]
     origin = "stated" if len(records) == 1 else f"changed (version {len(records)})"

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from rich.table import Table
 
 from electra_dist.errors import UserError
-from electra_dist.run.records import JsonlFile, read_records
+from electra_dist.run.records import append_record, read_records
 from electra_dist.store.json_file import DamagedJson, canonical_json, validate_json
 
 GLUE_AVERAGE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")  # the eight tasks of the paper's tables
@@ -130,12 +130,7 @@ class ScoreStore:
         line = dataclasses.asdict(measured)
         if checkpoint is not None:
             line[_CHECKPOINT] = checkpoint
-        file = JsonlFile(self._file)
-        try:
-            file.append(line)
-            file.sync()
-        finally:
-            file.close()
+        append_record(self._file, line)
         self._scores[measured.identity, measured.seed] = measured
 
 

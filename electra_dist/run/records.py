@@ -213,7 +213,7 @@ class JsonlFile:
             os.truncate(self.path, whole_lines_bytes)
 
 
-def append_record(path: Path, record: Record, *, shared: bool = False) -> None:
+def append_record(path: Path, record: Record | Mapping[str, Any], *, shared: bool = False) -> None:
     """Append one record to a file; it is on the disk on return. After a failure, the call can be repeated."""
     file = JsonlFile(path, shared=shared)
     try:

@@ -20,7 +20,7 @@ from electra_dist.compare.comparison_page import RunState, comparison_page
 from electra_dist.compare.comparison_plan import Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure
 from electra_dist.compare.learning_rates import RateChoice
-from electra_dist.compare.score_plot import RunCurves
+from electra_dist.compare.score_plot import RunEvaluations
 from electra_dist.config.load import load_section
 from electra_dist.finetune.stored_scores import Measured
 
@@ -179,7 +179,7 @@ def test_the_page_of_an_unfinished_comparison_says_what_is_missing(make_comparis
         *(RunState(entry, 2, 0, 8, 0, 2) for entry in ("mlm", "rtd", "electric")),
     ]
 
-    page = comparison_page(results, states, [], [RunCurves(entry="rtd", seed=1, points=curve(0.5, 0.6))])
+    page = comparison_page(results, states, [], [RunEvaluations(entry="rtd", seed=1, points=curve(0.5, 0.6))])
 
     rows = rows_of(page)
     missing = (
@@ -225,7 +225,7 @@ def test_names_and_texts_with_markup_are_escaped(make_comparison: MakeComparison
     plan = dataclasses.replace(plan, runs=runs)
     tasks = [f"words{evil}", f"fewer{evil}"]
     results = results_of(compare, plan, scores_of(plan, tasks, [1, 2]), tasks)
-    curves = [RunCurves(entry=f"rtd{evil}", seed=1, points=curve(0.5, 0.6))]
+    curves = [RunEvaluations(entry=f"rtd{evil}", seed=1, points=curve(0.5, 0.6))]
 
     page = comparison_page(results, finished(plan), [Failure(entry=f"mlm{evil}", seed=1, what=evil)], curves)
 

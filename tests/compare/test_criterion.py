@@ -20,8 +20,8 @@ from electra_dist.compare.significance import (
     CRITERION_FILE,
     difference_rows,
     difference_text,
+    differences_to,
     judge,
-    markdown_differences,
     paired_difference,
     record_criterion,
     verdict_lines,
@@ -71,6 +71,12 @@ def test_the_difference_is_paired_by_seed_as_in_scipys_paired_t_test() -> None:
     assert difference_text(difference) == "+4.3 +- 1.4 (p 0.037)"
 
 
+def table_of(scores: list[CheckpointScore], baseline: str, baseline_of: dict[str, str]) -> list[list[str]]:
+    entries = ["rtd", "mlm"]
+    differences = differences_to(baseline_of, scores, entries, baseline)
+    return difference_rows(differences, entries, baseline, baseline_of)
+
+
 def test_only_seeds_with_both_scores_count_and_a_single_seed_has_no_seed_error() -> None:
     scores = [*scores_of()[:3], score("mlm", 2, "tags", 0.5), score("mlm", 3, "tags", None)]
 
@@ -83,11 +89,11 @@ def test_only_seeds_with_both_scores_count_and_a_single_seed_has_no_seed_error()
     assert difference.test_error is None
     assert difference_text(difference) == "+16.0"
     assert paired_difference(scores, "rtd", "random", "tags") is None
-    rows = difference_rows(scores, ["rtd", "mlm"], "mlm", {"tags": "mlm", "heads": "mlm"})
-    assert rows == [["minus mlm", "tags", "heads"], ["rtd", "+16.0", "-"]]
-    assert "| minus mlm | tags | heads |" in markdown_differences("Differences", rows)
-    other_baseline = difference_rows(scores, ["rtd", "mlm"], "random", {"heads": "random", "tags": "mlm"})
-    assert other_baseline == [
+    assert table_of(scores, "mlm", {"tags": "mlm", "heads": "mlm"}) == [
+        ["minus mlm", "tags", "heads"],
+        ["rtd", "+16.0", "-"],
+    ]
+    assert table_of(scores, "random", {"heads": "random", "tags": "mlm"}) == [
         ["minus random", "heads", "tags (minus mlm)"],
         ["rtd", "-", "+16.0"],
         ["mlm", "-", "-"],

@@ -14,6 +14,7 @@ from electra_dist.compare.comparison_results import (
     markdown,
     score_failures,
     summarize_rows,
+    table_texts,
 )
 from electra_dist.compare.score_plot import panel_titles, write_scores
 from electra_dist.finetune.stored_scores import Measured
@@ -75,7 +76,7 @@ def test_the_table_shows_missing_seeds_and_the_page_lists_every_failure() -> Non
     page = markdown("comparison", rows, failures, 3, ["note"])
     page_without_failures = markdown("comparison", rows, [], 3, [])
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(console_table("comparison", rows, 3))
+    console.print(console_table("comparison", table_texts(rows, 3)))
 
     assert "| mlm | 12 | 1.2e+10 | 60.0 (55.0 to 65.0, 2 of 3 seeds) | 0.0 (0.0 to 0.0, 1 of 3 seeds) |" in page
     assert "| rtd | 10 | 1e+10 | 70.0 (60.0 to 90.0) |" in page
