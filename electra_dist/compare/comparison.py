@@ -18,10 +18,9 @@ first device while runs train.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.checkpoint.checkpoint import open_targets
@@ -31,15 +30,13 @@ from electra_dist.compare.comparison_config import RANDOM, CompareConfig
 from electra_dist.compare.comparison_page import RunState, comparison_page
 from electra_dist.compare.comparison_plan import Plan, PlannedRun, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
-from electra_dist.compare.heldout_measures import open_heldout_measures
+from electra_dist.compare.heldout_measures import first_blocks, open_heldout_measures
 from electra_dist.compare.learning_rates import RateSearch, with_rates
 from electra_dist.compare.measures import Measure, open_measures
 from electra_dist.compare.pretraining_runs import Pretrainings, current_step, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml
-from electra_dist.data.corpora import Corpora
-from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import UserError
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.encoder import load_pretrained
@@ -161,11 +158,12 @@ class Comparison:
         corpora = self._inputs.corpora
         special = SpecialIds.from_tokens(corpora.tokenizer.special)
         run = self.plan.runs[0]
-        rows = _first_blocks(corpora, _TRIGRAM_TOKENS, with_prefix(progress, "trigrams: "))
+        num_rows = _TRIGRAM_TOKENS // corpora.seq_len
+        rows = first_blocks(corpora, num_rows, with_prefix(progress, "trigrams: "))
         model = TrigramModel(rows, run.config.model.vocab_size, special.cls, special.pad)
         heldout = self._inputs.heldout
         if heldout is not None:
-            divergence = model.divergence_of(_first_blocks(heldout, _TRIGRAM_TOKENS, progress), special.pad)
+            divergence = model.divergence_of(first_blocks(heldout, num_rows, progress), special.pad)
             note(f"held-out rows: their tokens diverge from those of the training rows by {divergence:.4f} nats")
         encoder = load_pretrained(f"random:{run.file}")
         for measure in missing:
@@ -309,18 +307,6 @@ class Comparison:
         if self._glue is not None:
             command += f" --glue {shlex.quote(str(self._glue))}"
         return command
-
-
-def _first_blocks(corpora: Corpora, num_tokens: int, progress: Progress) -> Iterator[np.ndarray]:
-    """Yield the corpus's first rows, together at most `num_tokens` tokens, as blocks of token ids [rows, seq_len]."""
-    num_rows = min(corpora.num_rows, num_tokens // corpora.seq_len)
-    num_read = 0
-    for _, block_RS in rows_of_shards(corpora, range(len(corpora.shards))):
-        yield block_RS[: num_rows - num_read]
-        num_read = min(num_rows, num_read + len(block_RS))
-        progress("read rows", num_read, num_rows)
-        if num_read == num_rows:
-            return
 
 
 def _checkpoint_key(entry: str, run: PlannedRun, step: int) -> str:

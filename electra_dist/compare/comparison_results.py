@@ -129,7 +129,8 @@ def markdown_table(rows: Sequence[Sequence[str]], num_names: int = 1) -> list[st
     The first `num_names` columns are aligned to the left, the others to the right.
     """
     titles, *rows_of_texts = (f"| {' | '.join(row)} |" for row in rows)
-    return [titles, "|---|" + "---|" * (num_names - 1) + "--:|" * (len(rows[0]) - num_names), *rows_of_texts]
+    alignment = "|" + "---|" * num_names + "--:|" * (len(rows[0]) - num_names)
+    return [titles, alignment, *rows_of_texts]
 
 
 def markdown(

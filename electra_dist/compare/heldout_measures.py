@@ -16,6 +16,7 @@ generator makes the task harder.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import UserError
 from electra_dist.finetune.stored_scores import ItemResults, Measured, digest_of
 from electra_dist.finetune.task_metrics import resampled
-from electra_dist.finetune.training_loop import Progress, predict
+from electra_dist.finetune.training_loop import Progress, predict, quiet
 from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice
 from electra_dist.run.context_auc import NUM_REPLACED
@@ -86,7 +87,8 @@ class ContextMeasure(_AucMeasure):
         There are R rows read, and Q shown rows of S tokens: copies of rows, in which some tokens are replaced.
         """
         special = SpecialIds.from_tokens(heldout.tokenizer.special)
-        ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len))
+        num_rows = rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len)
+        ids_RS = np.concatenate(list(first_blocks(heldout, num_rows)))
         context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
         # Replaced tokens are compared with as many original ones; all other tokens have the label NOT_COMPARED.
         is_compared_QS = context.label_QS != NOT_COMPARED
@@ -122,7 +124,8 @@ class DetectionMeasure(_AucMeasure):
     def __init__(self, heldout: Corpora) -> None:
         """Read the first rows of a held-out corpus, and choose the positions in each that show [MASK]."""
         special = SpecialIds.from_tokens(heldout.tokenizer.special)
-        ids_RS = _first_rows(heldout, rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len))
+        num_rows = rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len)
+        ids_RS = np.concatenate(list(first_blocks(heldout, num_rows)))
         rng = np.random.default_rng(_SEED)
         self._rows: list[list[int]] = []  # without padding
         self._masked: list[list[int]] = []  # of each row: the positions that are masked, ascending
@@ -210,16 +213,16 @@ def open_heldout_measures(compare: CompareConfig, file: Path, plan: Plan, heldou
     return measures
 
 
-def _first_rows(corpora: Corpora, num_rows: int) -> np.ndarray:
-    """Return the token ids of the first rows of a corpus, [num_rows, S]; all of its rows if it has fewer."""
-    blocks = []
-    num_missing = num_rows
-    for _, block in rows_of_shards(corpora, range(len(corpora.shards))):
-        blocks.append(block[:num_missing])
-        num_missing -= len(blocks[-1])
-        if num_missing == 0:
-            break
-    return np.concatenate(blocks)
+def first_blocks(corpora: Corpora, num_rows: int, progress: Progress = quiet) -> Iterator[np.ndarray]:
+    """Yield the token ids of a corpus's first rows as blocks [rows, seq_len]; all of its rows if it has fewer."""
+    num_rows = min(corpora.num_rows, num_rows)
+    num_read = 0
+    for _, block_RS in rows_of_shards(corpora, range(len(corpora.shards))):
+        yield block_RS[: num_rows - num_read]
+        num_read = min(num_rows, num_read + len(block_RS))
+        progress("read rows", num_read, num_rows)
+        if num_read == num_rows:
+            return
 
 
 def _without_padding(ids_RS: np.ndarray, special: SpecialIds) -> list[list[int]]:

@@ -47,13 +47,14 @@ class Texts(NamedTuple):
     sha256: str  # of the bytes of the file
 
     def remarks(self) -> list[str]:
-        """Return a line on the first texts and one on the second texts, if they look like no text."""
+        """Return a line on lines that were left out, and one on first or second texts that look like no text."""
+        lines = []
+        if self.skipped:
+            lines.append(f"{self.file}: {self.skipped} lines with too few columns are left out")
         if self.b is None:
-            return remarks_on_texts(str(self.file), self.a)
-        return [
-            *remarks_on_texts(f"{self.file}, first texts,", self.a),
-            *remarks_on_texts(f"{self.file}, second texts,", self.b),
-        ]
+            return lines + remarks_on_texts(str(self.file), self.a)
+        lines += remarks_on_texts(f"{self.file}, first texts,", self.a)
+        return lines + remarks_on_texts(f"{self.file}, second texts,", self.b)
 
     def remarks_on_empty(self, places: Sequence[int], unit: str, consequence: str) -> list[str]:
         """Return a line about the examples whose first text is empty; [] if there are none.

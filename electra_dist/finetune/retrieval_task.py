@@ -93,8 +93,6 @@ class RetrievalTask(Task):
         self.digest = hashlib.sha256(digested.encode()).hexdigest()
         self.data = {"columns": dict(zip(("text_a", "text_b"), columns, strict=True)), "split": split}
         for texts in (self.train, self.dev):
-            if texts.skipped:
-                self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
             if texts is self.train or split is None:
                 self.notes += texts.remarks()
 

@@ -234,8 +234,6 @@ class TextTask(Task):
             "split": split,
         }
         for texts in files:
-            if texts.skipped > 0:
-                self.notes.append(f"{texts.file}: {texts.skipped} lines with too few columns are left out")
             self.notes += texts.remarks()
             self.notes += texts.remarks_on_empty(texts.line, "line", "are learnt and scored like the others")
 

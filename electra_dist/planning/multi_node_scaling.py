@@ -113,15 +113,6 @@ def persistent_parameters(sizes: Sequence[int]) -> int:
     return sum(size for size in sizes if size < _PERSISTENT)
 
 
-def micro_batch_seconds(config: Config, gpu_tokens_per_s: float) -> float:
-    """Return the seconds of one micro-batch, forward and backward: of computing it, or of launching it if longer.
-
-    `gpu_tokens_per_s` is the throughput of one GPU that never waits for the host.
-    """
-    tokens = config.train.micro_batch * config.data.seq_len
-    return max(tokens / gpu_tokens_per_s, launch_seconds(config))
-
-
 def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: int, gpu: str) -> float:
     """Return the seconds of a step that are spent neither in the model nor in collectives.
 
@@ -261,7 +252,8 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
     if nodes > 1:
         slowest_link = min(slowest_link, cluster.fabric_bytes_per_s)
     bytes_per_s = BANDWIDTH_SHARE * slowest_link
-    micro_batch_s = micro_batch_seconds(config, gpu_tokens_per_s)
+    micro_batch_tokens = train.micro_batch * config.data.seq_len
+    micro_batch_s = max(micro_batch_tokens / gpu_tokens_per_s, launch_seconds(config))
     compute_s = micro_batches * micro_batch_s
     communication_s = wire_bytes / bytes_per_s
     if config.engine.overlap_communication:

@@ -6,7 +6,6 @@ On a terminal the tables are framed, on any other stream they are aligned plain 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -46,8 +45,16 @@ class PlanSection:
 
 
 def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
-    """Print a plan to `stream` (None: stdout)."""
-    print_sections(plan_sections(plan), sys.stdout if stream is None else stream)
+    """Print a plan to `stream` (None: stdout): framed tables on a terminal, otherwise plain text.
+
+    An empty line separates the tables of plain text.
+    """
+    sections = plan_sections(plan)
+    out = sys.stdout if stream is None else stream
+    if out.isatty():
+        Console(file=out).print(Group(*map(_rich_table, sections)))
+    else:
+        print("\n\n".join(map(_plain, sections)), file=out, flush=True)
 
 
 def plan_sections(plan: Plan) -> list[PlanSection]:
@@ -346,16 +353,6 @@ def _world_sizes(config: Config, budget: Budget) -> PlanSection:
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.2f} M"
-
-
-def print_sections(sections: Sequence[PlanSection], stream: TextIO) -> None:
-    """Print tables: framed ones on a terminal, plain text with an empty line between them on any other stream."""
-    if stream.isatty():
-        tables = [_rich_table(section) for section in sections]
-        Console(file=stream).print(Group(*tables))
-    else:
-        plain_texts = [_plain(section) for section in sections]
-        print("\n\n".join(plain_texts), file=stream, flush=True)
 
 
 def _widths(section: PlanSection) -> list[int]:

@@ -13,7 +13,6 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -56,9 +55,6 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
     check_license(license_id)
     records = _shown_records(run_dir)
     environment = read_environment(run_dir)
-    versions = environment.get("versions", {})
-    sources = environment.get("corpus", {}).get("sources", {})
-    phases = environment.get("corpus", {}).get("phases", ())
     curves = _draw_curves(run_dir) if records else None
     title = run_title(run_dir)
     cards = []
@@ -66,7 +62,7 @@ def write_model_cards(run_dir: Path, export: Export, license_id: str = UNKNOWN_L
         if curves is not None:
             with replacing(folder / CURVES_FILE) as file:
                 file.write(curves)
-        card = model_card(tower, title, export, records, versions, license_id, phases, sources)
+        card = model_card(tower, title, export, records, environment, license_id)
         with replacing(folder / CARD_FILE) as file:
             file.write(card.encode())
         cards.append(folder / CARD_FILE)
@@ -89,16 +85,15 @@ def model_card(
     run_name: str,
     export: Export,
     records: Sequence[Metric],
-    versions: Mapping[str, str],
-    license_id: str = UNKNOWN_LICENSE,
-    phases: Sequence[dict[str, Any]] = (),
-    sources: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+    environment: Mapping[str, Any],
+    license_id: str,
 ) -> str:
     """Return the model card of one exported model, which is named as in `Export.folders`, in Markdown.
 
     `records` are from metrics.jsonl, oldest first: at least all evaluations and the newest training record.
-    `versions`, `phases` and `sources` are from environment.json. All these may be empty.
+    `environment` is the content of environment.json. Both may be empty.
     """
+    corpus = environment.get("corpus", {})
     predicts_tokens = _predicts_tokens(tower, export)
     evaluation = _evaluation(export, records)
     sections = [
@@ -106,8 +101,8 @@ def model_card(
         f"# {markdown_text(run_name)}: ELECTRA {_NAMES.get(tower, tower)}\n",
         _introduction(tower, export),
         _how_to_load(predicts_tokens, export.config.model),
-        _training(export, records, versions, phases),
-        _data_sources(sources),
+        _training(export, records, environment.get("versions", {}), corpus.get("phases", ())),
+        _data_sources(corpus.get("sources", {})),
         evaluation,
         _curves(records),
         _limits(license_id, is_evaluated=bool(evaluation)),

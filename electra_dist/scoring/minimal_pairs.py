@@ -65,7 +65,7 @@ class PairScore(NamedTuple):
 
 
 def score_minimal_pairs(
-    encoder: Pretrained, num_pairs: int, device: torch.device, progress: Progress = quiet, seed: int = 0
+    encoder: Pretrained, num_pairs: int, device: torch.device, progress: Progress = quiet
 ) -> list[PairScore]:
     """Return how often an encoder prefers the grammatical sentence of pairs made by `number_agreement.make_pairs`.
 
@@ -73,7 +73,7 @@ def score_minimal_pairs(
     score for each phenomenon with at least one pair, then one for all pairs, named `ALL`. Raises UserError if the
     model has no pretraining head, or if its vocabulary lacks the words to form any pair.
     """
-    pairs_of = make_pairs(_SingleTokens(encoder), num_pairs, seed)  # phenomenon -> its pairs
+    pairs_of = make_pairs(_SingleTokens(encoder), num_pairs)  # phenomenon -> its pairs
     all_pairs = [pair for phenomenon_pairs in pairs_of.values() for pair in phenomenon_pairs]
     if not all_pairs:
         raise UserError(

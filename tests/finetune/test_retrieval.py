@@ -161,6 +161,11 @@ def test_pairs_are_held_out_by_query_and_wrong_files_and_settings_are_refused(tm
     with pytest.raises(UserError, match="give at least 2"):
         task.check(FinetuneConfig(batch=1))
 
+    tabs = tmp_path / "pairs.tsv"
+    tabs.write_text("left\tright\n" + "".join(f"q {n}\tp {n}\n" for n in range(20)) + "short\n")
+    notes = RetrievalTask(tabs).notes
+    assert notes.count(f"{tabs}: 1 lines with too few columns are left out") == 1  # not for each part
+
     table.write_text("id,left,right\n1,a b,c\n")
     with pytest.raises(UserError, match="name two of id, left, right with --text-a and --text-b"):
         RetrievalTask(table)

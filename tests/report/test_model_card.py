@@ -40,13 +40,13 @@ def test_the_peak_of_the_learning_rate_is_the_largest_that_a_step_has(changes: l
         warmup, power = optimizer.warmup_steps, optimizer.decay_power
         peak = max(0.001 * min(1, t / warmup) * (1 - t / 1000) ** power for t in range(1000))
         assert peak < 0.001
-    card = model_card("discriminator", "run", given, records=[], versions={})
+    card = model_card("discriminator", "run", given, [], {}, "unknown")
     [shown] = [line.split("|")[2].split()[0] for line in card.splitlines() if line.startswith("| learning rate |")]
     assert math.isclose(float(shown), peak, rel_tol=1e-5)
 
 
 def test_the_card_of_the_head_that_predicts_tokens_says_that_it_has_never_read_mask() -> None:
-    card = model_card("masked_lm", "run", export(), records=[], versions={})
+    card = model_card("masked_lm", "run", export(), [], {}, "unknown")
     assert "pipeline_tag: fill-mask" in card
     assert "AutoModelForMaskedLM.from_pretrained" in card
     assert "The discriminator with the head that predicts tokens of an ELECTRA model" in card
@@ -60,8 +60,9 @@ def test_text_of_others_is_plain_text_of_the_card() -> None:
     sources = {f"/data/<b>{HOSTILE}": {"tokens": 5, "licence": "[x](javascript:alert(1)) <script>`|\r\n"}}
     sources |= {"a\n\n# b": {"tokens": 5, "licence": HOSTILE}}
     versions = {HOSTILE: "2 | <img src=x onerror=y>", "torch": "[2](data:text/html,x)"}
-    card = model_card("discriminator", f"run {HOSTILE}", export(), [], versions, phases=phases, sources=sources)
-    alone = model_card("discriminator", HOSTILE, export(fingerprint=HOSTILE), records=[], versions={})
+    environment = {"versions": versions, "corpus": {"phases": phases, "sources": sources}}
+    card = model_card("discriminator", f"run {HOSTILE}", export(), [], environment, "unknown")
+    alone = model_card("discriminator", HOSTILE, export(fingerprint=HOSTILE), [], {}, "unknown")
 
     for page in (card, alone):
         assert page.replace("\n", "").isprintable()

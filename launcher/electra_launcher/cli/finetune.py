@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from electra_launcher.cli.options import Tower, TowerOption, Vocab
 if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
     from electra_dist.finetune.stored_scores import SeedSummary
+    from electra_dist.finetune.task import Task
     from electra_dist.pretrained.encoder import Pretrained
 
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
@@ -144,8 +146,8 @@ def finetune(
     names = [name.strip() for name in task.split(",")]
     task_names = list(dict.fromkeys(name for name in names if name)) or [task]  # each once, in the order given
     writes_models = save and not probe
-    request_of_any = TaskRequest(
-        name="",
+    request_of = partial(
+        TaskRequest,
         data=local_copy(data),
         text_a=text_a,
         text_b=text_b,
@@ -158,7 +160,7 @@ def finetune(
         with_test=writes_models,
     )
     checked = check_overrides(overrides or ())
-    requests = {name: dataclasses.replace(request_of_any, name=name) for name in task_names}
+    requests = {name: request_of(name=name) for name in task_names}
     tasks = {name: open_task(request) for name, request in requests.items()}
     for opened in tasks.values():
         opened.check(checked)
@@ -202,11 +204,7 @@ def finetune(
         )
     summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
     _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
-    _print_summaries(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries)
-    for name, opened in tasks.items():
-        guess = opened.constant_guess()
-        if guess:
-            out.print(f"to compare: {name}: {guess}")
+    _print_scores(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries, tasks)
     num_steps = max(result.planned_steps for result in results)
     if not probe and num_steps < _FEW_STEPS:
         out.print(
@@ -228,14 +226,18 @@ def _advise_on_threads(out: Console, parallel: int) -> None:
         out.print(advice)
 
 
-def _print_summaries(out: Console, title: str, summaries: list[SeedSummary]) -> None:
-    """Print a table of the scores of all tasks, and the reason for each seed that counts as failed."""
+def _print_scores(out: Console, title: str, summaries: list[SeedSummary], tasks: dict[str, Task]) -> None:
+    """Print a table of the scores of all tasks, why seeds count as failed, and what a constant guess scores."""
     from electra_dist.finetune.stored_scores import results_table
 
     out.print(results_table(title, summaries))
     for summary in summaries:
         for seed, reason in summary.failed.items():
             out.print(f"failed: {summary.task} seed {seed}: {reason}")
+    for name, task in tasks.items():
+        guess = task.constant_guess()
+        if guess:
+            out.print(f"to compare: {name}: {guess}")
 
 
 def _print_next(out: Console, model_dirs: dict[str, Path]) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from electra_dist.console import Console
-from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, StoreMissing, UserError
+from electra_dist.errors import EXIT_CRASH, StoreMissing, UserError
 from electra_dist.escapes import printable
-from electra_launcher.cli.command_output import open_console, progress_bar, write_json
+from electra_launcher.cli.command_output import open_console, progress_bar, resumable, write_json
 from electra_launcher.cli.options import Tower, TowerOption, Vocab
 
 if TYPE_CHECKING:
@@ -167,12 +167,8 @@ def compare(
         return
     # SIGTERM raises KeyboardInterrupt like Ctrl-C: both stop the runs in order, so that their ranks save.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with progress_bar(out) as progress:
-            is_complete = comparison.run(progress, out.print)
-    except KeyboardInterrupt:
-        out.print("interrupted; run the same command again to continue from this point")
-        raise typer.Exit(EXIT_STOPPED) from None
+    with resumable("finished runs and scores are kept"), progress_bar(out) as progress:
+        is_complete = comparison.run(progress, out.print)
     results = comparison.results()
     out.print(results.table())
     out.print(results.difference_table())

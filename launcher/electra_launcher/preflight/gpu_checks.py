@@ -73,16 +73,16 @@ class Speed:
     tflops: float
 
 
-def classify_speeds(speeds: Sequence[Speed], factor: float = SLOW_FACTOR) -> list[Finding]:
+def classify_speeds(speeds: Sequence[Speed]) -> list[Finding]:
     """Return an "unhealthy" finding for each slow device, and an "ok" finding for each node without a slow device.
 
-    The devices must be of one kind. A device is slow if the median speed of all devices is more than `factor` times
-    its speed. A single device is never slow.
+    The devices must be of one kind. A device is slow if the median speed of all devices is more than 1.3 times
+    its speed (SLOW_FACTOR). A single device is never slow.
     """
     if not speeds:
         return []
     median = statistics.median(speed.tflops for speed in speeds)
-    slow = [speed for speed in speeds if speed.tflops * factor < median]
+    slow = [speed for speed in speeds if speed.tflops * SLOW_FACTOR < median]
     findings = []
     for speed in slow:
         what = f"matrix product at {speed.tflops:.0f} TFLOP/s, but the median is {median:.0f}"

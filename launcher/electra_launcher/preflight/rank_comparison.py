@@ -104,7 +104,7 @@ def check_ranks(node: str, own: Sequence[Finding]) -> list[Finding]:
     hidden = _hidden_gpus(node)
     if hidden:
         return [*own, *hidden]
-    backend = _backend()
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     check_meeting(os.environ.setdefault("MASTER_ADDR", "127.0.0.1"))
     os.environ.setdefault("MASTER_PORT", "29500")
     try:
@@ -166,11 +166,6 @@ def _slow_links(reports: Sequence[RankReport], on_gpu: bool) -> list[Finding]:
             )
         )
     return findings
-
-
-def _backend() -> str:
-    """Return the backend for `init_process_group`: gloo for CPU tensors and, on a GPU, NCCL for GPU tensors."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _measure(node: str, own: Sequence[Finding]) -> list[RankReport]:
@@ -303,7 +298,7 @@ def exchange(ring: Sequence[int], rank: int, device: torch.device) -> float | No
         peer_position = partner(own_position, len(ring), turn)
         if peer_position is None:
             # This rank pauses, but the ranks that exchange data in this turn wait for it before each try.
-            _best_s(_do_nothing, device)
+            _best_s(lambda: None, device)
         else:
             swap = functools.partial(_swap, sent, received, peer=ring[peer_position])
             exchange_times.append(_best_s(swap, device))
@@ -324,10 +319,6 @@ def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
     receiving = dist.P2POp(dist.irecv, received, peer)
     for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
-
-
-def _do_nothing() -> None:
-    """Do nothing, in place of an exchange of data, in a turn in which this rank has no partner."""
 
 
 def all_reduce(device: torch.device) -> float:

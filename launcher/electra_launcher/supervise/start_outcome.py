@@ -70,7 +70,7 @@ def outcome(end: StartEnd) -> StartOutcome:
     if EXIT_USER_ERROR in codes:
         why = "user error; fix what the `error:` line above names, then start again"
         return StartOutcome(code=EXIT_USER_ERROR, why=why)
-    if _all_stopped(end):
+    if len(end.codes) == end.num_ranks and codes == {EXIT_STOPPED}:
         why = "all ranks ended with 75, and the ledger has no event for it: its disk was probably full or away"
         return StartOutcome(code=EXIT_STOPPED, why=why, ends_alone=True)
     if EXIT_UNHEALTHY in codes and end.at_fault:
@@ -92,10 +92,6 @@ def awaits_ledger(end: StartEnd) -> bool:
     all_ended_well = all_have_ended and set(end.codes.values()) <= {EXIT_DONE, EXIT_STOPPED}
     has_event = any(event.event in ("done", "stop", "storage") for event in end.events)
     return all_ended_well and not has_event
-
-
-def _all_stopped(end: StartEnd) -> bool:
-    return len(end.codes) == end.num_ranks and set(end.codes.values()) == {EXIT_STOPPED}
 
 
 def describe_code(code: int) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from electra_dist.console import Console
-from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
+from electra_dist.errors import EXIT_CRASH
 from electra_dist.extras import missing_packages
-from electra_launcher.cli.command_output import open_console
+from electra_launcher.cli.command_output import open_console, progress_bar, resumable
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from rich.table import Table
@@ -88,14 +88,10 @@ def _run(preparation: Preparation, out: Console) -> None:
     """Run the preparation with a progress bar; end the process with 75 on Ctrl-C, and with 1 if a task was killed."""
     from electra_dist.corpus.prepare.preparation import run
     from electra_dist.corpus.workers import WorkerKilled
-    from electra_launcher.cli.command_output import progress_bar
 
     try:
-        with progress_bar(out) as on_progress:
+        with resumable("completed tasks are kept"), progress_bar(out) as on_progress:
             run(preparation, on_progress)
-    except KeyboardInterrupt:
-        out.print("interrupted; run the same command again to continue from this point")
-        raise typer.Exit(EXIT_STOPPED) from None
     except WorkerKilled as error:
         out.print(
             f"{error}; if it ran out of memory, lower executor.workers; run the same command again to continue",
