@@ -31,7 +31,7 @@ from typing_extensions import override
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import Texts, find_split, held_out_rows, texts_of
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile, tsv_file
-from electra_dist.finetune.text_task import encode_texts
+from electra_dist.finetune.text_task import encode_texts, row_outputs
 from electra_dist.tables import TABLE_SUFFIXES, Table, read_table
 
 if TYPE_CHECKING:
@@ -167,14 +167,8 @@ class RetrievalTask(Task):
         progress: Progress,
     ) -> np.ndarray:
         """Return the vectors of texts, fp32 [N, H] in their order."""
-        from electra_dist.finetune.training_loop import predict
-
         ids = self._encode(texts, encoder, settings)
-        vector_NH = np.zeros((len(ids), encoder.tower.hidden_size), np.float32)
-        device = next(model.parameters()).device
-        for rows, vector_BH in predict(model.predict, ids, model.special.pad, settings.batch, device, progress):
-            vector_NH[rows] = vector_BH.cpu().numpy()
-        return vector_NH
+        return row_outputs(model, ids, encoder.tower.hidden_size, settings.batch, progress)
 
     @override
     def model_files(self, encoder: Pretrained, settings: FinetuneConfig) -> tuple[TextFile, ...]:

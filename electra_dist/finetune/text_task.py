@@ -344,7 +344,7 @@ class TextTask(Task):
         outputs = {}
         for prefix in self.dev:
             ids = self.dev_ids(prefix, encoder, settings)
-            outputs[prefix] = text_outputs(model, ids, self._label_targets, settings.batch, progress)
+            outputs[prefix] = row_outputs(model, ids, self._label_targets.num_outputs, settings.batch, progress)
         standard_error, items = self.standard_error(outputs)
         return self.score(outputs)._replace(
             predictions=self._dev_predictions(outputs), standard_error=standard_error, items=items
@@ -358,7 +358,7 @@ class TextTask(Task):
         for test_set in self.test_sets:
             texts = test_set.texts
             ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
-            output_NL = text_outputs(model, ids, self._label_targets, settings.batch, progress)
+            output_NL = row_outputs(model, ids, self._label_targets.num_outputs, settings.batch, progress)
             files.append(predictions_file(test_set, self._label_targets.predicted_labels(output_NL)))
         return tuple(files)
 
@@ -422,12 +422,12 @@ def _read_glue(spec: TextSpec, data: Path, stem: str) -> Texts:
     return read_texts(file, *spec.columns)
 
 
-def text_outputs(model: TaskModel, ids: Ids, targets: LabelTargets, batch: int, progress: Progress) -> np.ndarray:
-    """Return a model's outputs for rows of token ids, fp32 [N, L] in the order of the rows."""
+def row_outputs(model: TaskModel, ids: Ids, num_outputs: int, batch: int, progress: Progress) -> np.ndarray:
+    """Return a model's outputs for rows of token ids, fp32 [N, num_outputs] in the order of the rows."""
     from electra_dist.finetune.training_loop import predict
 
     device = next(model.parameters()).device
-    output_NL = np.zeros((len(ids), targets.num_outputs), np.float32)
+    output_NL = np.zeros((len(ids), num_outputs), np.float32)
     # Batches come in order of length; the row numbers put their outputs back in the order of the file.
     for rows, output_BL in predict(model.predict, ids, model.special.pad, batch, device, progress):
         output_NL[rows] = output_BL.cpu().numpy()

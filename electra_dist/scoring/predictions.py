@@ -30,7 +30,7 @@ from electra_dist.finetune.labelled_texts import LabelTargets, Texts, texts_of
 from electra_dist.finetune.passage_windows import Question, SquadFile, read_squad
 from electra_dist.finetune.squad_task import find_answers, score_answers
 from electra_dist.finetune.tagging_task import are_bio_tags, spans_of, tag_metrics, word_outputs
-from electra_dist.finetune.text_task import encode_texts, text_metrics, text_outputs
+from electra_dist.finetune.text_task import encode_texts, row_outputs, text_metrics
 from electra_dist.finetune.word_files import read_words
 from electra_dist.run.folder import is_run_folder
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
@@ -341,7 +341,7 @@ def _predict_texts(
     """Predict a class or a number for each text, and score the rows `labelled`, whose true values are `target_N1`."""
     encoder, task_model, settings = model.load()
     ids = encode_texts(texts.a, texts.b, encoder.tokenizer, encoder.special, settings.max_length)
-    output_NL = text_outputs(task_model, ids, targets, settings.batch, progress)
+    output_NL = row_outputs(task_model, ids, targets.num_outputs, settings.batch, progress)
     limits = model.data.get("limits")
     if limits and not targets.labels:
         output_NL = output_NL.clip(*limits)

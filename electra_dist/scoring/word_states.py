@@ -13,6 +13,7 @@ Shapes: B sentences, S tokens, W places ([CLS] and words) of a sentence, T of al
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from electra_dist.errors import UserError
+from electra_dist.finetune.tagging_task import tagged_rows
 from electra_dist.finetune.training_loop import Progress, predict
 from electra_dist.finetune.word_files import Sentence
 from electra_dist.pretrained.encoder import Pretrained
@@ -52,12 +54,11 @@ def compute_word_states(
     kept_sentences = []
     rows = []
     places_of_row = []  # for each row, the indices of [CLS] and of the first piece of each word
-    for sentence in sentences:
-        row, places = _encode(encoder, sentence)
-        if len(row) <= encoder.model.max_positions:
-            kept_sentences.append(sentence)
-            rows.append(row)
-            places_of_row.append(places)
+    for row in tagged_rows([sentence.words for sentence in sentences], encoder, max_length=sys.maxsize):
+        if len(row.ids) <= encoder.model.max_positions:
+            kept_sentences.append(sentences[row.sentence])
+            rows.append(row.ids)
+            places_of_row.append([0, *row.places])
     if not rows:
         raise UserError(
             f"{encoder.name}: no sentence of the treebank fits into {encoder.model.max_positions} positions; use a "
@@ -79,15 +80,3 @@ def compute_word_states(
             word_state_LWH = state_LBSH[:, index, places_of_row[number]]
             state_LTH[:, first : first + lengths[number]] = word_state_LWH.float().cpu()
     return WordStates(sentences=kept_sentences, first_T=first_T, state_LTH=state_LTH)
-
-
-def _encode(encoder: Pretrained, sentence: Sentence) -> tuple[list[int], list[int]]:
-    """Return a sentence's token ids, from [CLS] to [SEP], and the indices of [CLS] and of each word's first token."""
-    special = encoder.special
-    row = [special.cls]
-    places = [0]
-    for pieces in encoder.tokenizer.encode_words(sentence.words):
-        places.append(len(row))
-        row += pieces or [special.unk]
-    row.append(special.sep)
-    return row, places

@@ -5,6 +5,7 @@ Modules that a command needs are imported when it runs, so that `--help` answers
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
@@ -234,14 +235,10 @@ def ranks(texts: Sequence[TextLine], scores: Sequence[float]) -> list[tuple[int,
 
     Returns (index in `texts`, rank from 1) of every text, group by group.
     """
-    order = sorted(range(len(texts)), key=lambda index: (texts[index].group, -scores[index], index))
-    ranked = []
-    rank = 0
-    previous_group = 0
-    for index in order:
-        rank = rank + 1 if texts[index].group == previous_group else 1
-        previous_group = texts[index].group
-        ranked.append((index, rank))
+    ranked: list[tuple[int, int]] = []
+    for _, group in itertools.groupby(range(len(texts)), key=lambda index: texts[index].group):
+        best_first = sorted(group, key=lambda index: -scores[index])
+        ranked += [(index, rank) for rank, index in enumerate(best_first, start=1)]
     return ranked
 
 

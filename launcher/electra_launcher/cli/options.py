@@ -32,5 +32,10 @@ class Tower(StrEnum):
     generator = "generator"
 
 
+Partition = Annotated[str | None, typer.Option(help="Slurm partition; default: the cluster's default partition")]
+SbatchOptions = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME[=VALUE]", help="another option of sbatch, for example account=vision; may be repeated"),
+]
 Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
 TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from electra_launcher.cli.command_output import open_console
-from electra_launcher.cli.options import AcceptNewNumerics, Overrides
+from electra_launcher.cli.options import AcceptNewNumerics, Overrides, Partition, SbatchOptions
 
 if TYPE_CHECKING:
     from electra_launcher.slurm.batch_script import Submission
@@ -40,7 +40,6 @@ Spares = Annotated[
         "a new job",
     ),
 ]
-Partition = Annotated[str | None, typer.Option(help="Slurm partition; default: the cluster's default partition")]
 TimeLimit = Annotated[
     str | None, typer.Option(help="time limit of one job, as for sbatch's --time; default: the partition's")
 ]
@@ -68,10 +67,6 @@ SetupFile = Annotated[
         help="shell file that every node reads before the ranks start, for modules and variables of NCCL or the "
         "network",
     ),
-]
-SbatchOptions = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME[=VALUE]", help="another option of sbatch, for example account=vision; may be repeated"),
 ]
 StageEnvironment = Annotated[
     bool,

@@ -89,7 +89,12 @@ def train(
         program = [script] if Path(script).exists() else ["--module", "electra_launcher.pretrain"]
         print(printable(shlex.join(["deepspeed", *place, *program, *start.arguments])))
         return
-    code = _on_hosts(start, hosts, num_ranks) if hosts else _here(start, num_ranks)
+    if hosts:
+        code = _on_hosts(start, hosts, num_ranks)
+    else:
+        from electra_launcher.supervise.__main__ import main as supervise
+
+        code = supervise([*start.arguments, "--gpus-per-node", str(num_ranks)])
     place = ["--hostfile", str(hostfile)] if hosts else []
     place += ["--nodes", str(nodes)] if nodes else []
     place += ["--gpus", str(ranks)] if ranks and hosts else []  # on this machine, the run's record has the number
@@ -148,13 +153,6 @@ def _cpu_ranks(config: Config, num_cores: int) -> int:
     global_batch, micro_batch = config.train.global_batch, config.train.micro_batch
     most = global_batch // micro_batch if isinstance(micro_batch, int) else global_batch
     return max(number for number in range(1, max(1, min(num_cores, most)) + 1) if global_batch % number == 0)
-
-
-def _here(start: _Start, num_ranks: int) -> int:
-    """Supervise the run on this machine, and return the exit code."""
-    from electra_launcher.supervise.__main__ import main as supervise
-
-    return supervise([*start.arguments, "--gpus-per-node", str(num_ranks)])
 
 
 def _read_hosts(file: Path, wanted: int | None) -> list[Host]:

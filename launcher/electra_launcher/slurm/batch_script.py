@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from electra_dist.config import Config
-from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, directive, patterns_left_out
+from electra_dist.corpus.prepare.sbatch_environment import HANDED_ON, patterns_left_out
 from electra_dist.errors import UserError
 from electra_dist.run.folder import SLURM_DIR
-from electra_launcher.slurm.slurm import job_name, user_options
+from electra_launcher.slurm.slurm import job_name, option_text, user_options
 
 JOB_FILE = Path(__file__).parent / "job.sh"
 
@@ -99,7 +99,7 @@ def batch_script(submission: Submission) -> str:
         "#!/bin/bash",
         f"# {command}",
         "# Written by the command above. `electra-dist status RUN` shows where the run stands and what to do next.",
-        *(f"#SBATCH {_option_text(name, value)}" for name, value in options),
+        *(f"#SBATCH {option_text(name, value)}" for name, value in options),
         "",
         *_settings(submission),
         *_array("left_out", patterns_left_out([name for name, _ in options])),
@@ -134,12 +134,6 @@ def _sbatch_options(submission: Submission) -> list[tuple[str, object]]:
         *further_options,
     ]
     return [(name, value) for name, value in options if value is not None]
-
-
-def _option_text(name: str, value: object) -> str:
-    """Return an sbatch option as `--name=value`, or as `--name` if the value is "", quoted for an #SBATCH line."""
-    option = f"--{directive(name)}"
-    return option if value == "" else f"{option}={directive(value)}"
 
 
 def _settings(submission: Submission) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from electra_dist.corpus.prepare.sbatch_environment import environment_of_submission
+from electra_dist.corpus.prepare.sbatch_environment import directive, environment_of_submission
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import read_regular
 
@@ -48,6 +48,12 @@ def user_options(sbatch_options: Iterable[str], reserved: Container[str]) -> lis
             )
         options.append((name, value))
     return options
+
+
+def option_text(name: str, value: object) -> str:
+    """Return an sbatch option as `--name=value`, or as `--name` if the value is "", quoted for an #SBATCH line."""
+    option = f"--{directive(name)}"
+    return option if value == "" else f"{option}={directive(value)}"
 
 
 def run_sbatch(script: Path, options: Sequence[str] = ()) -> str:

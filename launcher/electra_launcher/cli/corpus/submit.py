@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from electra_dist.corpus.prepare.sbatch_environment import directive
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import PRIVATE_PROGRAM, replacing
 from electra_launcher.cli.command_output import open_console
-from electra_launcher.slurm.slurm import run_sbatch, user_options
+from electra_launcher.cli.options import Overrides, Partition, SbatchOptions
+from electra_launcher.slurm.slurm import option_text, run_sbatch, user_options
 
 if TYPE_CHECKING:
     from electra_dist.config import Config
@@ -34,23 +34,19 @@ def submit(
     output: Annotated[str, typer.Option(help="shared folder or s3://bucket/prefix of the corpus")],
     config: Annotated[Path, typer.Option("--config", help="YAML of the run, as for `corpus build`")],
     parts: Annotated[int, typer.Option(min=1, help="jobs of the array; each builds one part")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="override a key of the config; may be repeated")
-    ] = None,
+    overrides: Overrides = None,
     vocab: Annotated[
         Path | None, typer.Option(help="vocab.txt; default: the one in OUTPUT, or a first job trains one")
     ] = None,
     text_field: Annotated[str, typer.Option(help="as for `corpus build`")] = "text",
     cpus: Annotated[int, typer.Option(min=1, help="cores of a part, one worker process each")] = 8,
     memory_gb: Annotated[int | None, typer.Option(min=1, help="memory of a part; default: the partition's")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition; default: the cluster's default")] = None,
+    partition: Partition = None,
     time: Annotated[str | None, typer.Option(help="time limit of a part; default: the partition's")] = None,
     jobs_folder: Annotated[
         Path | None, typer.Option("--jobs", help="folder for scripts and logs; default: OUTPUT/slurm")
     ] = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="another option of sbatch; may be repeated")
-    ] = None,
+    sbatch: SbatchOptions = None,
     dry_run: Annotated[bool, typer.Option(help="print the scripts; write and submit nothing")] = False,
 ) -> None:
     """Build a corpus on a Slurm cluster: an array of parts, then a job that joins them to the finished corpus.
@@ -196,7 +192,6 @@ def _script(jobs: CorpusJobs, name: str, command: str) -> CorpusScript:
     given = [(key, value) for key, value in own.items() if value is not None]
     lines = ["#!/bin/bash"]
     for key, value in [*given, *user_options(jobs.sbatch, own)]:
-        option = f"#SBATCH --{directive(key)}"
-        lines.append(f"{option}={directive(value)}" if value else option)
+        lines.append(f"#SBATCH {option_text(key, value)}")
     lines += ["export PYTHONUNBUFFERED=1", f"exec {command}", ""]
     return CorpusScript(name, "\n".join(lines))
