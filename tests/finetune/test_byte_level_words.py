@@ -26,7 +26,7 @@ from electra_dist.finetune.word_files import Sentence, TaggedSentence
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.scoring import minimal_pairs
 from electra_dist.scoring.number_agreement import ADJECTIVES, BE, HAVE, NOUNS, THINGS
-from electra_dist.scoring.word_states import compute_word_states
+from electra_dist.scoring.word_probes import compute_word_states
 from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 CPU = torch.device("cpu")

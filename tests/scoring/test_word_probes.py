@@ -17,8 +17,7 @@ from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring import word_probes
-from electra_dist.scoring.word_probes import probe_words
-from electra_dist.scoring.word_states import WordStates, compute_word_states
+from electra_dist.scoring.word_probes import WordStates, compute_word_states, probe_words
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
