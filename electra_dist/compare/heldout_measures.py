@@ -87,8 +87,7 @@ class ContextMeasure(_AucMeasure):
         There are R rows read, and Q shown rows of S tokens: copies of rows, in which some tokens are replaced.
         """
         special = SpecialIds.from_tokens(heldout.tokenizer.special)
-        num_rows = rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len)
-        ids_RS = np.concatenate(list(first_blocks(heldout, num_rows)))
+        ids_RS = _scored_rows(heldout)
         context = replace_by_other_tokens(ids_RS, special, _REPLACED_SHARE, NUM_REPLACED, _SEED)
         # Replaced tokens are compared with as many original ones; all other tokens have the label NOT_COMPARED.
         is_compared_QS = context.label_QS != NOT_COMPARED
@@ -124,8 +123,7 @@ class DetectionMeasure(_AucMeasure):
     def __init__(self, heldout: Corpora) -> None:
         """Read the first rows of a held-out corpus, and choose the positions in each that show [MASK]."""
         special = SpecialIds.from_tokens(heldout.tokenizer.special)
-        num_rows = rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len)
-        ids_RS = np.concatenate(list(first_blocks(heldout, num_rows)))
+        ids_RS = _scored_rows(heldout)
         rng = np.random.default_rng(_SEED)
         self._rows: list[list[int]] = []  # without padding
         self._masked: list[list[int]] = []  # of each row: the positions that are masked, ascending
@@ -223,6 +221,11 @@ def first_blocks(corpora: Corpora, num_rows: int, progress: Progress = quiet) ->
         progress("read rows", num_read, num_rows)
         if num_read == num_rows:
             return
+
+
+def _scored_rows(heldout: Corpora) -> np.ndarray:
+    num_rows = rows_needed(NUM_REPLACED, _REPLACED_SHARE, heldout.seq_len)
+    return np.concatenate(list(first_blocks(heldout, num_rows)))
 
 
 def _without_padding(ids_RS: np.ndarray, special: SpecialIds) -> list[list[int]]:

@@ -85,13 +85,9 @@ class Passage(NamedTuple):
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """Return the first and the last token number that overlap the characters [start, end); (0, -1) if none do."""
-        overlapping = []
-        for number, (token_start, token_end) in enumerate(self.offsets):
-            if token_start < end and token_end > start:
-                overlapping.append(number)
-        if not overlapping:
-            return 0, -1
-        return overlapping[0], overlapping[-1]
+        spans = enumerate(self.offsets)
+        overlapping = [number for number, (first, behind) in spans if first < end and behind > start]
+        return (overlapping[0], overlapping[-1]) if overlapping else (0, -1)
 
 
 class AnswerWindow(NamedTuple):
@@ -232,11 +228,7 @@ def _nearest_occurrence(passage_text: str, answer: str, start: int) -> int:
 
 def encode_passages(texts: Sequence[str], tokenizer: TextTokenizer) -> list[Passage]:
     """Tokenize each passage, without special tokens or truncation; each token keeps its range of characters."""
-    passages = []
-    for text in texts:
-        ids, offsets = tokenizer.encode_with_offsets(text)
-        passages.append(Passage(text=text, ids=ids, offsets=offsets))
-    return passages
+    return [Passage(text, *tokenizer.encode_with_offsets(text)) for text in texts]
 
 
 def make_windows(

@@ -156,10 +156,7 @@ def best_threshold(
 
 def _mean_score(predicted: Mapping[str, str], gold: Gold, score: Callable[[str, str], float]) -> float:
     """Return the mean of `score` over all questions, in per cent; a question without a prediction counts as 0."""
-    scores = []
-    for question, answers in gold.items():
-        if question in predicted:
-            scores.append(_best_score(predicted[question], answers, score))
+    scores = [_best_score(predicted[question], gold[question], score) for question in gold if question in predicted]
     return 100.0 * sum(scores) / len(gold)
 
 

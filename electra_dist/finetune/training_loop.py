@@ -99,9 +99,10 @@ def layerwise_adamw(model: TaskModel, num_layers: int, settings: FinetuneConfig)
         decay = settings.weight_decay if is_decayed else 0.0
         peak = peak_lr(name, model.encoder_prefix, num_layers, settings)
         parameters_of[peak, decay].append(parameter)
-    param_groups: list[dict[str, Any]] = []
-    for (peak, decay), parameters in parameters_of.items():
-        param_groups.append({"params": parameters, "lr": 0.0, "peak_lr": peak, "weight_decay": decay})
+    param_groups: list[dict[str, Any]] = [
+        {"params": parameters, "lr": 0.0, "peak_lr": peak, "weight_decay": decay}
+        for (peak, decay), parameters in parameters_of.items()
+    ]
     return ForeachAdamW(
         param_groups,
         lr=0.0,

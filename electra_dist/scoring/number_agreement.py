@@ -85,11 +85,7 @@ class _WordSampler:
 
     def draw_forms(self, words: Sequence[tuple[str, str]]) -> tuple[str, str]:
         """Draw a pair (singular, plural) from those in `words` of which the vocabulary has both forms."""
-        known_words = []
-        for singular, plural in words:
-            if singular in self._vocabulary and plural in self._vocabulary:
-                known_words.append((singular, plural))
-        return self.choose(known_words)
+        return self.choose([forms for forms in words if all(form in self._vocabulary for form in forms)])
 
     def draw_word(self, words: Sequence[str]) -> str:
         return self.choose([word for word in words if word in self._vocabulary])

@@ -141,7 +141,4 @@ def _pairs_of_lines(file: Path, lines: Sequence[str]) -> list[SentencePair]:
             f"{file}:{len(lines)}: an odd number of lines; each ungrammatical sentence needs the grammatical one in "
             f"the line after it"
         )
-    pairs = []
-    for bad, good in zip(lines[0::2], lines[1::2]):
-        pairs.append(SentencePair(kind=file.stem, good=good, bad=bad))
-    return pairs
+    return [SentencePair(kind=file.stem, good=good, bad=bad) for bad, good in zip(lines[0::2], lines[1::2])]
