@@ -37,7 +37,7 @@ def heldout(tiny_corpus: Path) -> Corpora:
 
 def original_rows(heldout: Corpora) -> np.ndarray:
     """Return all rows of the held-out corpus as they were before tokens were replaced."""
-    return heldout_measures._first_rows(heldout, heldout.num_rows)
+    return np.concatenate(list(heldout_measures.first_blocks(heldout, heldout.num_rows)))
 
 
 def test_an_oracle_gets_one_and_a_score_of_the_token_alone_gets_half(
