@@ -70,7 +70,14 @@ def from_rank_0(function: Callable[[], T]) -> T:
             known_error = error
             kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
             message = {"error": kind, "text": str(error)}
-    received = _decode(_broadcast(_encode(message)), 0)
+    sent = _encode(message)
+    length = torch.tensor([len(sent)], device=sent.device)
+    dist.broadcast(length, 0)
+    size = _checked_size(int(length), 0, _MOST_BYTES)
+    if dist.get_rank() != 0:
+        sent = sent.new_zeros(size)
+    dist.broadcast(sent, 0)
+    received = _decode(sent, 0)
     if known_error is not None:
         raise known_error
     match received:
@@ -164,17 +171,6 @@ def reported_exit_code() -> int | None:
         if store.check([_EXIT_CODE]):
             return int(store.get(_EXIT_CODE))
     return None
-
-
-def _broadcast(message: torch.Tensor) -> torch.Tensor:
-    """Send rank 0's `message`, uint8 [bytes], to all ranks and return it. Other ranks' arguments are ignored."""
-    length = torch.tensor([len(message)], device=message.device)
-    dist.broadcast(length, 0)
-    size = _checked_size(int(length), 0, _MOST_BYTES)
-    if dist.get_rank() != 0:
-        message = message.new_zeros(size)
-    dist.broadcast(message, 0)
-    return message
 
 
 def _encode(value: Json) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container
 from functools import cached_property
 from pathlib import Path
 
@@ -47,7 +46,12 @@ class Vocabulary:
             self.kind = "wordpiece"
             self.tokens = [line.rstrip() for line in content.removesuffix("\n").split("\n")]
             self._ids = {token: token_id for token_id, token in enumerate(self.tokens)}
-            _check_special_tokens(self._ids, name)
+            missing = [token for token in SPECIAL_TOKENS if token not in self._ids]
+            if missing:
+                raise UserError(
+                    f"{name}: not a WordPiece vocabulary: it has no line {' '.join(missing)}; give the vocab.txt of a "
+                    f"BERT or ELECTRA model or a tokenizer.json, or train one with `electra-dist corpus vocab`"
+                )
             self._special = {token: self._ids[token] for token in SPECIAL_TOKENS}
 
     @classmethod
@@ -121,15 +125,6 @@ def new_tokenizer(vocabulary: Vocabulary, lowercase: bool) -> TextTokenizer:
     if vocabulary.tokenizer_json is not None:
         return vocabulary.tokenizer_json
     return WordPieceTokenizer(vocabulary.ids, lowercase)
-
-
-def _check_special_tokens(tokens: Container[str], name: str) -> None:
-    missing = [token for token in SPECIAL_TOKENS if token not in tokens]
-    if missing:
-        raise UserError(
-            f"{name}: not a WordPiece vocabulary: it has no line {' '.join(missing)}; give the vocab.txt of a "
-            f"BERT or ELECTRA model or a tokenizer.json, or train one with `electra-dist corpus vocab`"
-        )
 
 
 def _is_tokenizer_json(text: str) -> bool:

@@ -70,9 +70,12 @@ def load_newest(
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
     be read and no target has a copy; it is StorageLost, on all ranks, if a later start may read it.
     """
-    good, rejected = first_good(
-        _candidates(targets), lambda copy: _read(copy, fragments, expected, older_identities, stopped)
+    # Rank 0 alone lists the stores, so that all ranks try the same copies in the same order.
+    found = from_rank_0(
+        lambda: [[copy.step, copy.attempt, targets.index(copy.store)] for copy in checkpoints(targets)]
     )
+    candidates = copies_of_each([Checkpoint(step, attempt, targets[target]) for step, attempt, target in found])
+    good, rejected = first_good(candidates, lambda copy: _read(copy, fragments, expected, older_identities, stopped))
     if good is not None:
         notes = [
             f"{other.url} could not be read: {error}; its copy in {good.copy.store.url} is used"
@@ -83,18 +86,6 @@ def load_newest(
     if not all(isinstance(error, Discarded) for error in rejected.values()):
         raise _none_is_good(rejected)
     return Loaded(None, [_set_aside(discarded, error, None) for discarded, error in rejected.items()], [])
-
-
-def _candidates(targets: Sequence[Store]) -> list[list[Checkpoint]]:
-    """Return the checkpoints that rank 0 finds, newest first, each as a list of its copies. Collective."""
-
-    def find() -> list[list[int]]:
-        return [
-            [checkpoint.step, checkpoint.attempt, targets.index(checkpoint.store)]
-            for checkpoint in checkpoints(targets)
-        ]
-
-    return copies_of_each([Checkpoint(step, attempt, targets[target]) for step, attempt, target in from_rank_0(find)])
 
 
 def _read(

@@ -349,7 +349,10 @@ def _check_nodes(root: yaml.Node) -> None:
         for node in level:
             if isinstance(node, yaml.ScalarNode):
                 _check_scalar(node)
-            next_level += _children(node)
+            elif isinstance(node, yaml.MappingNode):
+                next_level += [key_or_value for pair in node.value for key_or_value in pair]
+            else:  # a list
+                next_level += node.value
             if num_values + len(next_level) > _MAX_YAML_VALUES:
                 raise yaml.YAMLError(f"it has more than {_MAX_YAML_VALUES:,} values")
         num_values += len(next_level)
@@ -357,15 +360,6 @@ def _check_nodes(root: yaml.Node) -> None:
         if not level:
             return
     raise yaml.YAMLError("it is nested too deeply")
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    """Return the nodes within a node: keys and values of a mapping, or elements of a list; [] for a scalar."""
-    if isinstance(node, yaml.MappingNode):
-        return [key_or_value for pair in node.value for key_or_value in pair]
-    if isinstance(node, yaml.SequenceNode):
-        return list(node.value)
-    return []
 
 
 def _check_scalar(node: yaml.Node) -> None:

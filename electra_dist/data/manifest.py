@@ -102,17 +102,13 @@ class CorpusManifest(Section):
     )
 
     @model_validator(mode="after")
-    def _shards_are_distinct(self) -> CorpusManifest:
-        """Refuse a manifest that lists one shard twice, because its rows would count twice in every epoch."""
+    def _agrees_with_itself(self) -> CorpusManifest:
+        """Refuse a manifest whose shards, rows and build parameters contradict one another."""
+        # The rows of a shard that is listed twice would count twice in every epoch.
         count_by_name = Counter(shard.name for shard in self.shards)
         repeated = [name for name, count in count_by_name.items() if count > 1]
         if repeated:
             raise ValueError(f"shard {repeated[0]} is listed twice; each shard must be listed once")
-        return self
-
-    @model_validator(mode="after")
-    def _rows_fit_into_the_shards(self) -> CorpusManifest:
-        """Refuse a shard whose file is too small for its number of rows, or whose rows are too few for its tokens."""
         row_bytes = self.seq_len * self.numpy_dtype.itemsize
         for shard in self.shards:
             if shard.rows * row_bytes > shard.bytes:
@@ -124,11 +120,6 @@ class CorpusManifest(Section):
                 raise ValueError(
                     f"shard {shard.name} cannot have {shard.tokens} tokens in {shard.rows} rows of {self.seq_len}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _agrees_with_the_build(self) -> CorpusManifest:
-        """Refuse a manifest whose row length or lower-casing contradicts the build parameters that it records."""
         if self.builder.get("seq_len", self.seq_len) != self.seq_len:
             raise ValueError(f"seq_len is {self.seq_len}, but builder.seq_len is {self.builder['seq_len']}")
         # A corpus of a tokenizer.json is never lower-cased, whatever the builder's parameter says; only the vocabulary
@@ -212,20 +203,16 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
 
     Raises ManifestMismatch if the SHA-256, the size or the ids of the special tokens differ from the entry.
     """
+    url = f"{store.url}/{MANIFEST_KEY}"
     vocabulary = read_named_vocabulary(
         store,
         tokenizer.vocab_file,
         NamedDigest(
             sha256=tokenizer.sha256,
-            named_by=f"{store.url}/{MANIFEST_KEY}",
+            named_by=url,
             next_step="restore the file from a backup or from a run on this corpus (RUN/vocab.txt)",
         ),
     )
-    _check_entry(tokenizer, vocabulary, f"{store.url}/{MANIFEST_KEY}")
-    return vocabulary
-
-
-def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) -> None:
     faults = []
     if tokenizer.vocab_size != vocabulary.size:
         faults.append(f"vocab_size is {tokenizer.vocab_size}, but {tokenizer.vocab_file} has {vocabulary.size} tokens")
@@ -235,6 +222,7 @@ def _check_entry(tokenizer: TokenizerEntry, vocabulary: Vocabulary, url: str) ->
             faults.append(f"special {token} is {named_id}, but its id in {tokenizer.vocab_file} is {token_id}")
     if faults:
         raise ManifestMismatch(f"{url}: {faults[0]}; restore corpus.json or build the corpus again")
+    return vocabulary
 
 
 def write_corpus_vocabulary(store: Store, text: str) -> bool:

@@ -50,8 +50,12 @@ def build_objective(
     if not objective.facts.has_generator:
         return MaskedLanguageModel(towers, objective, special, backend)
     objective_class = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
-    fixed_generator = _fixed_generator(model, objective, special, count_V)
-    random_replacements = _random_replacements(model, objective, special, count_V)
+    fixed_generator = None  # unless tokens are drawn with fixed probabilities, and not by a network
+    if objective.generator in ("uniform", "unigram"):
+        fixed_generator = _fixed_generator(model, objective, special, count_V)
+    random_replacements = None
+    if objective.draws_at_random:
+        random_replacements = _random_replacements(model, objective, special, count_V)
     frozen_generator = FrozenGenerator(model) if objective.generator == "frozen" else None
     return objective_class(towers, objective, special, backend, fixed_generator, random_replacements, frozen_generator)
 
@@ -64,9 +68,7 @@ def needs_token_counts(objective: ObjectiveConfig) -> bool:
 
 def _random_replacements(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
-) -> RandomReplacements | None:
-    if not objective.draws_at_random:
-        return None
+) -> RandomReplacements:
     if objective.random_from == "uniform":
         return RandomReplacements(ordinary_weights(model.vocab_size, special), objective.disallow_correct)
     assert count_V is not None, "objective.random_from is unigram, which needs token counts; pass count_V"
@@ -81,10 +83,7 @@ def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
 
 def _fixed_generator(
     model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
-) -> FixedGenerator | None:
-    """Return the generator that draws tokens with fixed probabilities; None if a network draws them."""
-    if objective.generator in ("trained", "frozen"):
-        return None
+) -> FixedGenerator:
     if objective.generator == "uniform":
         return FixedGenerator(np.ones(model.vocab_size), objective.disallow_correct)
     assert count_V is not None, "objective.generator is unigram, which needs token counts; pass count_V"

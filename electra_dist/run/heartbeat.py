@@ -19,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import statistics
 import time
 import zlib
 from collections import deque
@@ -40,6 +42,7 @@ from electra_dist.store.json_file import DamagedJson, parse_json, validate_json
 
 RECORD_BYTES = 512  # length of every heartbeat file
 REASON_CHARACTERS = 160  # a longer reason is cut off
+_NOT_PLAIN = re.compile(r'[^ -~]|["\\]')
 LEARNED_STEPS = 20  # newest steps whose median is the learned step time
 EXEMPT_STEPS = 5  # first steps, which compile, tune and allocate; they are not counted in the step time
 _TRIES = 5  # how often a torn record is read: it is a write in progress, which takes microseconds
@@ -120,8 +123,9 @@ class Heartbeat:
             step=step,
             time=round(now, 6),
             phase_since=round(self._phase_since, 6),
-            step_s=self._median_step_s(),
-            reason=_plain(reason),
+            step_s=round(statistics.median_high(self._step_times), 6) if self._step_times else None,
+            # Without the characters that JSON would escape, so that the length of a record is known.
+            reason=_NOT_PLAIN.sub("?", reason[:REASON_CHARACTERS]),
         )
         self._overwrite(self.last)
 
@@ -148,13 +152,6 @@ class Heartbeat:
         self.beat("done", self._step)
         if self._file is not None:
             os.close(self._file)
-
-    def _median_step_s(self) -> float | None:
-        """Return the median time of the newest steps in seconds; None if no step time is known yet."""
-        if not self._step_times:
-            return None
-        newest = sorted(self._step_times)
-        return round(newest[len(newest) // 2], 6)
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
@@ -183,12 +180,6 @@ def delete_preflight_heartbeat(run_dir: Path, rank: int) -> None:
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.json"
-
-
-def _plain(reason: str) -> str:
-    """Cut a reason to `REASON_CHARACTERS`, and put "?" for characters that JSON would escape."""
-    shortened = reason[:REASON_CHARACTERS]
-    return "".join(char if " " <= char <= "~" and char not in '"\\' else "?" for char in shortened)
 
 
 def _encode(beat: Beat) -> bytes:

@@ -9,7 +9,7 @@ holds a credential.
 from __future__ import annotations
 
 import io
-import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,6 +27,9 @@ from electra_dist.store.wait_reporter import act_for, acting_thread
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+# Control characters, backslashes, and halves of surrogate pairs, which no name of a file in UTF-8 can have; but a byte
+# of a name that is not UTF-8 is such a half for Python (PEP 383), and may be in a key.
+_BAD_CHARACTER = re.compile("[\0-\x1f\x7f\\\\\ud800-\udc7f\udd00-\udfff]")
 REQUEST_THREADS = 16  # requests that `in_parallel` sends at a time
 
 
@@ -286,23 +289,14 @@ def fulfil(future: Future[Result], function: Callable[[], Result]) -> None:
         future.set_exception(error)
 
 
-def _is_file_name(key: str) -> bool:
-    """Return whether a file can have this key as its name: False if the key holds half of a surrogate pair."""
-    try:
-        os.fsencode(key)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def check_key(key: str) -> str:
     """Return `key` unchanged if it is a relative path that stays inside a store's folder; raise StoreError otherwise.
 
     Keys come from manifests and tar files that others may have written. The key "../x" would leave the folder.
     """
     has_bad_part = any(part in ("", ".", "..") for part in key.split("/"))
-    has_bad_character = any(ord(character) < 32 or character in "\\\x7f" for character in key)
-    if has_bad_part or has_bad_character or not _is_file_name(key):
+    has_bad_character = _BAD_CHARACTER.search(key) is not None
+    if has_bad_part or has_bad_character:
         raise StoreError(
             f"key {key!r} is not a relative path inside the store: it must not be empty or absolute, nor have empty, "
             f"'.' or '..' parts, backslashes, control characters or characters that no file name has; correct or "

@@ -14,7 +14,7 @@ from electra_kernels import BackendUnavailable
 from electra_kernels.backend_choice import resolve
 
 from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
-from electra_dist.config import Config, DataConfig
+from electra_dist.config import Config
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
 from electra_dist.corpus.build_report import (
     read_report,
@@ -148,8 +148,9 @@ def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[s
 def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -> Corpora:
     """Open the held-out corpus; raise ManifestMismatch if its tokenizer is not that of the training corpus."""
     assert config.data.heldout
+    store = open_store(config.data.heldout, config.data.endpoint_url, patience)
     try:
-        heldout = open_corpus("data.heldout", config.data.heldout, config.data, config.model.vocab_size, patience)
+        manifest = read_manifest(store, "data.heldout")
     except StoreMissing:
         if config.data.heldout != heldout_of(config.data.corpus):
             raise
@@ -157,7 +158,8 @@ def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -
             f"data.heldout {config.data.heldout}: {config.data.corpus} has no held-out rows; build the corpus again "
             "with a higher corpus.heldout_fraction, or train without evaluation: --set data.heldout=null"
         ) from None
-    tokenizer = describe_tokenizer(heldout.tokenizer)
+    check_corpus_fits("data.heldout", config.data.heldout, manifest, config.data, config.model.vocab_size)
+    tokenizer = describe_tokenizer(manifest.tokenizer)
     training_tokenizer = describe_tokenizer(corpora.tokenizer)
     if tokenizer != training_tokenizer:
         raise ManifestMismatch(
@@ -165,7 +167,7 @@ def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -
             f"{config.data.corpus} ({training_tokenizer}); build data.heldout again with the vocab.txt and the casing "
             f"of data.corpus"
         )
-    return heldout
+    return Corpora.of(store, manifest)
 
 
 def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) -> None:
@@ -190,11 +192,3 @@ def _check_machine(config: Config) -> None:
         resolve(config.kernels.backend, device_type)
     except BackendUnavailable as error:
         raise UserError(str(error)) from None
-
-
-def open_corpus(key: str, url: str, data: DataConfig, vocab_size: int, patience: Patience | None = None) -> Corpora:
-    """Open the corpus at `url`, which config key `key` names; check that its rows and vocabulary fit the config."""
-    store = open_store(url, data.endpoint_url, patience)
-    manifest = read_manifest(store, key)
-    check_corpus_fits(key, url, manifest, data, vocab_size)
-    return Corpora.of(store, manifest)

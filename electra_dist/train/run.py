@@ -263,11 +263,13 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         backend=config.kernels.backend,
         count_V=token_counts,
     )
-    if local_device().type == "cuda":  # The choice of attention may compile FlexAttention.
+    device_type = local_device().type
+    if device_type == "cuda":  # The choice of attention may compile FlexAttention.
         keep_compiled_code(node_cache_folder(config).path / "compiled")
-    attention = agree(choose_attention(config, local_device().type), fallback="sdpa")
+    attention = agree(choose_attention(config, device_type), fallback="sdpa")
     objective.attention = BACKENDS[attention.name]
-    objective.attention.switch_on()
+    if device_type == "cuda":  # A CPU has one set of kernels.
+        objective.attention.switch_on()
     for module in objective.modules():
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing
@@ -276,7 +278,8 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         from electra_dist.model.compile_layers import compile_layers
 
         compile_layers(objective, node_cache_folder(config).path / "compiled")
-    load_frozen_generator(objective, config)
+    if config.objective.generator == "frozen":
+        load_frozen_generator(objective, config)
     return objective, attention
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from electra_dist.config import Config
 from electra_dist.config.rules import check_new_run
 from electra_dist.config.secrets import whole_overrides, without_secret_arguments
 from electra_dist.engine.rank_environment import rank_place
@@ -52,33 +51,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first Ctrl-C, before the run has installed its handlers, or the second one, which skips the checkpoint.
     interrupted = "interrupted; the next start goes on from the newest checkpoint"
     return exit_code_of(
-        lambda: _pretrain_or_plan(args, overrides, is_first_rank),
+        lambda: _pretrain(args, overrides, is_first_rank),
         shows=lambda error: is_first_rank or (isinstance(error, NodeError) and is_first_on_node),
         interrupted=interrupted if is_first_rank else "",
     )
 
 
-def _pretrain_or_plan(args: argparse.Namespace, overrides: Sequence[str], is_first_rank: bool) -> int:
-    """Train on this rank, or with `--dry-run` print the plan on the first rank; return the exit code."""
-    config, patience = read_config(args.config, overrides)
-    if not is_run_folder(Path(config.run_dir), patience=None if args.dry_run else patience):
-        check_new_run(config)
-    if not args.dry_run:
-        return _pretrain(config, is_first_rank, args.accept_new_numerics, args.from_scratch)
-    if is_first_rank:
-        # Imported only for a dry run, so that training starts sooner.
-        from electra_dist.planning.plan import make_plan
-        from electra_dist.planning.plan_page import print_plan
-
-        print_plan(make_plan(config))
-    return EXIT_DONE
-
-
-def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, from_scratch: bool) -> int:
+def _pretrain(args: argparse.Namespace, overrides: Sequence[str], is_first_rank: bool) -> int:
     """Train on this rank and return the exit code; at the end, rank 0 writes report.html.
 
-    If an input was refused, no report is written: the folder may be another run's.
+    If an input was refused, no report is written: the folder may be another run's. With `--dry-run`, the first rank
+    prints the plan instead.
     """
+    config, patience = read_config(args.config, overrides)
+    run_dir = Path(config.run_dir)
+    if not is_run_folder(run_dir, patience=None if args.dry_run else patience):
+        check_new_run(config)
+    if args.dry_run:
+        if is_first_rank:
+            # Imported only for a dry run, so that training starts sooner.
+            from electra_dist.planning.plan import make_plan
+            from electra_dist.planning.plan_page import print_plan
+
+            print_plan(make_plan(config))
+        return EXIT_DONE
     check_deepspeed()
     check_gpus()
     # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
@@ -86,12 +82,11 @@ def _pretrain(config: Config, is_first_rank: bool, accept_new_numerics: bool, fr
 
     has_begun = True
     try:
-        return run(config, accept_new_numerics, from_scratch)
+        return run(config, args.accept_new_numerics, args.from_scratch)
     except (UserError, StorageLost):
         has_begun = False  # an input was refused: the folder, if it exists, may be that of another run
         raise
     finally:
-        run_dir = Path(config.run_dir)
         if is_first_rank and has_begun and is_run_folder(run_dir):
             _write_report(run_dir)
 
