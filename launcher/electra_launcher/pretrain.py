@@ -6,10 +6,11 @@ deepspeed --module electra_launcher.pretrain --config CONFIG     as `deepspeed l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from electra_dist.config.rules import check_new_run
@@ -77,8 +78,10 @@ def _pretrain(args: argparse.Namespace, overrides: Sequence[str], is_first_rank:
         return EXIT_DONE
     check_deepspeed()
     check_gpus()
-    # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import.
-    from electra_dist.train.run import run
+    # Imported late, because a dry run needs neither torch nor deepspeed, which take seconds to import. DeepSpeed's
+    # autotuner, which no run uses, would import MLflow where it is installed; that takes as long as torch.
+    with hidden("mlflow"):
+        from electra_dist.train.run import run
 
     has_begun = True
     try:
@@ -89,6 +92,22 @@ def _pretrain(args: argparse.Namespace, overrides: Sequence[str], is_first_rank:
     finally:
         if is_first_rank and has_begun and is_run_folder(run_dir):
             _write_report(run_dir)
+
+
+@contextlib.contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Let imports of a module fail within a `with` block, as if it were not installed, unless it is imported already.
+
+    The module and its parts can be imported as usual after the block.
+    """
+    is_imported = module in sys.modules
+    if not is_imported:
+        sys.modules[module] = None  # type: ignore[assignment]  # Python's way to say that there is none
+    try:
+        yield
+    finally:
+        if not is_imported:
+            sys.modules.pop(module, None)
 
 
 def _write_report(run_dir: Path) -> None:

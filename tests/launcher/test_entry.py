@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from electra_launcher.entry import LastingStream, exit_code_of
+from electra_launcher.pretrain import hidden
 from support.real_runs import quick_command, step_records
 
 from electra_dist.errors import StorageLost, StoreAway, StoreMissing, UserError
@@ -58,6 +60,20 @@ def test_a_process_that_is_ended_has_the_code_of_its_program_whatever_would_foll
     assert done.returncode == code
     assert done.stdout == "last line\n"
     assert ("ZeroDivisionError" in done.stderr) == (code == 1)
+
+
+def test_a_hidden_module_is_as_good_as_not_installed_until_the_end_of_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start hides MLflow from DeepSpeed, and a run that reports to MLflow imports it later."""
+    (tmp_path / "slow_to_import.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with hidden("slow_to_import"), pytest.raises(ImportError):
+        importlib.import_module("slow_to_import")
+    assert importlib.import_module("slow_to_import").value == 1
+    with hidden("slow_to_import"):
+        assert importlib.import_module("slow_to_import").value == 1
+    assert sys.modules.pop("slow_to_import").value == 1
 
 
 def test_a_stream_is_silent_after_the_first_failed_write() -> None:
