@@ -234,8 +234,8 @@ class Engine:
                 dist_init_required=False,
             )
         self.module: Objective = self.deepspeed.module
-        misaligned = misaligned_parameters(module)
-        if misaligned and self.device.type == "cuda":
+        misaligned = misaligned_parameters(module) if self.device.type == "cuda" else []
+        if misaligned:
             self.notes.append(
                 f"{len(misaligned)} parameters, such as {misaligned[0]}, do not begin at a multiple of 16 bytes, so "
                 f"their kernels are slow or fail; give the parameters of the objective multiples of 8 elements"

@@ -40,8 +40,7 @@ _DEFAULT_PORT = "29500"  # torch's own default, for a launcher of several ranks 
 def init_distributed() -> None:
     """Join the process group that the launcher's environment variables describe, or create one of a single rank.
 
-    Missing variables are set to the values of a single rank. On a CPU, torch uses this rank's share of the cores,
-    unless OMP_NUM_THREADS is set. A second call changes nothing. Collective.
+    Missing variables are set to the values of a single rank. A second call changes nothing. Collective.
     """
     place = rank_place()
     check_meeting(os.environ.get("MASTER_ADDR", _SINGLE_RANK["MASTER_ADDR"]))
@@ -56,7 +55,7 @@ def init_distributed() -> None:
         # 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
-            # Otherwise every rank would use as many threads as there are cores, and the ranks would slow one another.
+            # Every rank would use as many threads as there are cores, and the ranks would slow one another.
             num_cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(max(1, num_cores // place.ranks_on_node))
     # The first collective of a run would otherwise run on GPU 0 for all ranks of a node, and hang.

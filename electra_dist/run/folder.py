@@ -205,7 +205,13 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     The error names the first key that differs. If only the version of random draws and rounding differs, OtherNumerics
     is raised, or nothing if `accept_new_numerics` is True.
     """
-    _check_writable(run_dir)
+    nearest = nearest_folder(run_dir)  # a missing folder is judged by its nearest parent
+    problem = disk_problem(nearest)
+    if problem:
+        raise StoreAway(f"run_dir {run_dir}: {problem}; check the disk of {nearest}, or set another run_dir")
+    can_create_files = os.access(nearest, os.W_OK | os.X_OK)
+    if not nearest.is_dir() or not can_create_files:
+        raise UserError(f"run_dir {run_dir}: {nearest} is not a writable folder; set another run_dir")
     recorded = read_identity(run_dir)
     if not recorded:
         return
@@ -220,17 +226,6 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
                 f"is {difference.new}); set another run_dir, or restore the old value to continue that run"
             )
     check_numerics(run_dir, identity["numerics"], accept_new_numerics)
-
-
-def _check_writable(run_dir: Path) -> None:
-    """Raise an error if no file can be created in a run folder; a missing one is judged by its nearest parent."""
-    nearest = nearest_folder(run_dir)
-    problem = disk_problem(nearest)
-    if problem:
-        raise StoreAway(f"run_dir {run_dir}: {problem}; check the disk of {nearest}, or set another run_dir")
-    can_create_files = os.access(nearest, os.W_OK | os.X_OK)
-    if not nearest.is_dir() or not can_create_files:
-        raise UserError(f"run_dir {run_dir}: {nearest} is not a writable folder; set another run_dir")
 
 
 def read_recorded_inputs(run_dir: Path) -> dict[str, str]:
