@@ -232,7 +232,11 @@ def open_cache(corpora: Corpora, data: DataConfig, folder: Path, peers: PeerGrou
     requested from them first, and from the store only if they lack it. This process may open more files afterwards if
     its limit is too low for two shuffle windows.
     """
-    _allow_open_files(2 * data.shuffle_window_shards + _OTHER_FILES)
+    num_files = 2 * data.shuffle_window_shards + _OTHER_FILES
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < num_files:
+        new_limit = num_files if hard_limit == resource.RLIM_INFINITY else min(num_files, hard_limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
     limit_bytes = None
     if data.cache_limit_gb is not None:
         limit_bytes = round(data.cache_limit_gb * 1e9)
@@ -318,13 +322,6 @@ def _open_if_listed(path: Path, entry: ShardEntry, corpora: Corpora, *, is_cache
         with contextlib.suppress(OSError):  # evicted meanwhile, or on a disk that is now read-only
             os.utime(path)  # the time of its last use
     return shard
-
-
-def _allow_open_files(num_files: int) -> None:
-    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft_limit != resource.RLIM_INFINITY and soft_limit < num_files:
-        new_limit = num_files if hard_limit == resource.RLIM_INFINITY else min(num_files, hard_limit)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard_limit))
 
 
 def _close_result(future: Future[Shard]) -> None:

@@ -51,7 +51,8 @@ def parameter_groups(
     DeepSpeed lays a group's parameters one after another, and GPU kernels need addresses that are multiples of 16
     bytes.
     """
-    layer_norm_ids = _layer_norm_ids(module)
+    layer_norms = [submodule for submodule in module.modules() if isinstance(submodule, nn.LayerNorm)]
+    layer_norm_ids = {id(parameter) for norm in layer_norms for parameter in norm.parameters(recurse=False)}
     towers: ElectraTowers | None = None  # needed only where the generator has groups of its own
     if generator is not None or isinstance(module, TwoStageDetection):
         assert isinstance(module, Objective)
@@ -85,12 +86,6 @@ class _Kind(NamedTuple):
     in_generator: bool  # whether only the generator's loss trains them, and the generator has groups of its own
     is_undecayed: bool
     num_matrices: int  # that each of them stacks, for Muon; 0 for AdamW
-
-
-def _layer_norm_ids(module: nn.Module) -> set[int]:
-    """Return the `id()` of each parameter of a LayerNorm."""
-    layer_norms = [submodule for submodule in module.modules() if isinstance(submodule, nn.LayerNorm)]
-    return {id(parameter) for layer_norm in layer_norms for parameter in layer_norm.parameters(recurse=False)}
 
 
 def _place_in_memory(parameter: nn.Parameter) -> tuple[bool, int]:

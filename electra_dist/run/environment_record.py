@@ -11,6 +11,7 @@ Limits: hardware is that of rank 0's node; the other nodes are assumed to be lik
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -169,6 +170,7 @@ def _driver(root: Path) -> str:
     return match[0] if match is not None else "unknown"
 
 
+@functools.cache  # for a start, which records them in every checkpoint, too
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package, of installed `PACKAGES` and, with a GPU, of CUDA and NCCL."""
     import torch  # takes seconds, unless training has imported it already
@@ -185,6 +187,7 @@ def versions() -> dict[str, str]:
     return version_by_name
 
 
+@functools.cache
 def cpu() -> dict[str, Any]:
     """Return the processor's model, the cores that this process may use, all cores, and the memory in 1e9 bytes.
 
