@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 
 # The help text of --accept-new-numerics, which programs and commands have.
 ACCEPT_NEW_NUMERICS = "continue a run that an older version began, although masks, samples or dropout will differ"
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--config": {"required": True, "help": "YAML file of the run, e.g. configs/large_25pct_mask.yaml"},
+    "--set": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "override one config key; may be repeated",
+    },
+    "--accept-new-numerics": {"action": "store_true", "help": ACCEPT_NEW_NUMERICS},
+}
 _STANDARD_FILES = (0, 1, 2)  # descriptors of stdin, stdout and stderr
 
 
@@ -81,23 +91,10 @@ def end_process_with(program: Callable[[], int]) -> NoReturn:
     os._exit(code)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add to a command line the options that all training programs share: --config, --set, --accept-new-numerics."""
-    add_config_option(parser)
-    parser.add_argument("--accept-new-numerics", action="store_true", help=ACCEPT_NEW_NUMERICS)
-
-
-def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """Add the required option `--config`, and `--set`, to a program's command line."""
-    parser.add_argument("--config", required=True, help="YAML file of the run, e.g. configs/large_25pct_mask.yaml")
-    add_override_option(parser)
-
-
-def add_override_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--set` to a program's command line."""
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one config key; may be repeated"
-    )
+def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add options that several programs have to a command line: "--config", "--set" or "--accept-new-numerics"."""
+    for name in names:
+        parser.add_argument(name, **_OPTIONS[name])
 
 
 def read_config(file: str, overrides: Sequence[str] = ()) -> tuple[Config, Patience]:

@@ -27,7 +27,7 @@ from electra_dist.errors import (
 from electra_dist.escapes import printable
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder
-from electra_launcher.entry import add_run_options, begin_program, end_process_with, exit_code_of, read_config
+from electra_launcher.entry import add_options, begin_program, end_process_with, exit_code_of, read_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +128,7 @@ def _write_report(run_dir: Path) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line `argv` of a rank; None stands for that of this process."""
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pretrain ELECTRA under DeepSpeed.")
-    add_run_options(parser)
+    add_options(parser, "--config", "--set", "--accept-new-numerics")
     parser.add_argument(
         "--from-scratch",
         action="store_true",

@@ -34,7 +34,7 @@ from electra_dist.run.records import encode
 from electra_launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from electra_launcher.chaos.fault_plot import write_fault_plot
 from electra_launcher.chaos.faults import FAULTS, SmallDisk
-from electra_launcher.entry import add_override_option, begin_program, exit_code_of
+from electra_launcher.entry import add_options, begin_program, exit_code_of
 
 COMPARED = ("step", "loss", "mlm_loss", "rtd_loss", "grad_norm", "receipt")  # fields of a training record
 _S_BETWEEN_FAULTS = 8 * 3600  # one fault in 8 hours, for the estimate of the goodput outside a drill
@@ -247,7 +247,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="YAML file of the run")
-    add_override_option(parser)
+    add_options(parser, "--set")
     kinds_without_root = [kind for kind in FAULTS if kind != "disk"]
     parser.add_argument(
         "--faults",

@@ -33,7 +33,7 @@ from electra_dist.run.strikes import add_strike
 from electra_dist.store.open_store import REMOTE_SCHEMES
 from electra_dist.store.patience import Patience
 from electra_dist.store.wait_reporter import WaitReporter
-from electra_launcher.entry import add_config_option, begin_program, exit_code_of
+from electra_launcher.entry import add_options, begin_program, exit_code_of
 from electra_launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from electra_launcher.preflight.node_check import check_node
 
@@ -130,7 +130,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Check whether this node is fit for a run. Exit codes: 0 fit; 69 unhealthy, start without this "
         "node; 78 fix the disk, the storage or the config; 1 the ranks cannot work together.",
     )
-    add_config_option(parser)
+    add_options(parser, "--config", "--set")
     parser.add_argument(
         "--storage-patience",
         type=float,

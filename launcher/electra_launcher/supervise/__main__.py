@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from electra_dist.config.secrets import hide_overrides
 from electra_dist.engine.rank_environment import check_device
 from electra_dist.errors import EXIT_DONE
-from electra_launcher.entry import add_run_options, begin_program, exit_code_of, read_config
+from electra_launcher.entry import add_options, begin_program, exit_code_of, read_config
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.supervisor import Supervisor
 
@@ -66,7 +66,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="electra_launcher.supervise",
         description="Start, watch and restart the ranks of a run on this node. Run one supervisor on each node.",
     )
-    add_run_options(parser)
+    add_options(parser, "--config", "--set", "--accept-new-numerics")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes of the job (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, help="number of this node, from 0 (default: 0)")
     parser.add_argument(
