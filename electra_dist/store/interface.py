@@ -56,10 +56,12 @@ class Store(ABC):
         changes the bytes on the way, which is waited for like storage that does not respond. After a confirmed fault,
         wrong bytes of the same folder are read again without pauses.
         """
+        value, fault = read()
+        if not fault:
+            return value, ""
         folder = key.rpartition("/")[0]
         with self.patience.outage() as outage:
             while True:
-                value, fault = read()
                 previous_fault = ""
                 for pause_s in self.reread_pauses_s:
                     if not fault:
@@ -80,6 +82,7 @@ class Store(ABC):
                         f"ways, last: {fault}; check the network and the storage service, then start again"
                     )
                 )
+                value, fault = read()
 
     def verified(self, key: str, read: Callable[[], Result]) -> Result:
         """Return the result of `read`, which reads an object and raises a UserError if its content is wrong.

@@ -189,12 +189,17 @@ class Patience:
 
         Raises StorageLost, which names the first failure, when the limit is over or `abandon` was called.
         """
+        try:
+            return operation()  # which nearly always succeeds: only what has failed needs the record of an outage
+        except Exception as error:  # noqa: BLE001  (it is raised again if no wait helps)
+            failure = error
         with self.outage() as outage:
             while True:
+                outage.wait_after(failure)
                 try:
                     return operation()
-                except Exception as error:  # noqa: BLE001  (it is raised again if no wait helps)
-                    outage.wait_after(error)
+                except Exception as error:  # noqa: BLE001  (likewise)
+                    failure = error
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
