@@ -16,7 +16,9 @@ from pydantic import Field
 
 from electra_dist.config import Section
 from electra_dist.corpus.inputs.file_kinds import encodable, ending_of
+from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
 from electra_dist.corpus.text_shape import measure
+from electra_dist.escapes import printable
 
 # Reason for which a file, a folder or a member of an archive is not read -> explanation for the user.
 SKIP_REASONS = {
@@ -32,6 +34,7 @@ SKIP_REASONS = {
     "metadata": "JSON or another text beside the text of a WebDataset sample",
 }
 MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact all the same
+FIELDS_FOUND = "fields with text in records without the text's field"  # begins a line that lists them
 MAX_FIELDS = 20  # names of fields that are kept of records without the text's field
 # Prefixes of counts of a source that end in a kind of skipped document, in a field of `TextShape`, or in a number of
 # tokens.
@@ -170,6 +173,41 @@ class Counts(Section):
             counts = ", ".join(f"{ending} {number:,}" for ending, number in numbers.items())
             parts.append(f"{counts} ({SKIP_REASONS[reason]})")
         return "; ".join(parts)
+
+    def nothing_usable(self, next_step: str) -> str:
+        """Return that no document gave text, with everything that was left out, the fields found and `next_step`."""
+        documents = self.all_sources()
+        reasons = self._reasons()
+        if documents["heldout"]:
+            reasons.append(f"held out {documents['heldout']:,}")
+        if left_out := self.summary_of_skipped():
+            reasons.append(f"left out: {left_out}")
+        if not reasons:
+            reasons.append("the inputs are empty")
+        if self.other_fields:
+            next_step = f"set --text-field to a field with text ({self.fields_found()}), or {next_step}"
+        return f"no usable document among {documents['documents']:,} ({', '.join(reasons)}); {next_step}"
+
+    def remarks_on_documents(self) -> list[str]:
+        """Return a line on the documents that were left out, and one on the fields found in place of the text's."""
+        lines = []
+        if reasons := self._reasons():
+            documents = self.all_sources()
+            lines.append(
+                f"left out {skipped_documents(documents):,} of {documents['documents']:,} documents: "
+                f"{', '.join(reasons)}"
+            )
+        if self.other_fields:
+            lines.append(f"{FIELDS_FOUND}: {self.fields_found()}")
+        return lines
+
+    def _reasons(self) -> list[str]:
+        documents = self.all_sources()
+        return [f"{kind} {documents[SKIPPED + kind]:,}" for kind in SKIPPED_KINDS if documents[SKIPPED + kind]]
+
+    def fields_found(self) -> str:
+        """Return the most frequent fields with text of records without the text's field: "body, meta.title"."""
+        return printable(", ".join(field for field, _ in most_frequent(self.other_fields, MAX_FIELDS)))
 
 
 def most_frequent(counts: Counter[str], number: int) -> list[tuple[str, int]]:

@@ -32,7 +32,7 @@ from electra_dist.corpus.builder.build_records import (
 from electra_dist.corpus.builder.chunk_processor import in_groups
 from electra_dist.corpus.builder.examples import row_dtype
 from electra_dist.corpus.builder.worker_stages import put_shard
-from electra_dist.corpus.counts import MAX_FIELDS, SKIPPED, Counts, most_frequent
+from electra_dist.corpus.counts import SKIPPED, Counts
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
 from electra_dist.corpus.origins import OriginFile, join_tables, put_origins, write_origins
 from electra_dist.data.manifest import (
@@ -44,7 +44,6 @@ from electra_dist.data.manifest import (
     write_manifest,
 )
 from electra_dist.errors import UserError
-from electra_dist.escapes import printable
 from electra_dist.store.json_file import DamagedJson, validate_json
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import VOCAB_FILE
@@ -129,7 +128,8 @@ class _Join:
         entries = [entry for bucket in self._buckets for entry in bucket.entries]
         if not entries:
             self._records.give_up()
-            raise self._nothing_usable()
+            advice = self._counts.nothing_usable("correct --input, --text-field or corpus.heldout_fraction")
+            raise UserError(f"{self._store.url}: {advice}")
         notes = self._records.notes()
         report = make_report(self._counts, self._parameters["undecodable"], notes.sources)
         remarks_on_unknown_tokens(
@@ -226,22 +226,3 @@ class _Join:
             "documents_skipped": {kind: documents[SKIPPED + kind] for kind in SKIPPED_KINDS},
             **{key: rows[key] for key in _COUNTS},
         }
-
-    def _nothing_usable(self) -> UserError:
-        """Return, not raise, the error that no document of the inputs gave a row, with all that was left out."""
-        totals = self._totals("train")
-        left_out = self._counts.summary_of_skipped()
-        reasons = [f"{kind} {count}" for kind, count in totals["documents_skipped"].items() if count]
-        if totals["documents_heldout"]:
-            reasons.append(f"held out {totals['documents_heldout']}")
-        if not reasons:
-            reasons.append("the inputs are empty")
-        if left_out:
-            reasons.append(f"left out: {left_out}")
-        next_step = "correct --input, --text-field or corpus.heldout_fraction"
-        if self._counts.other_fields:
-            fields = ", ".join(field for field, _ in most_frequent(self._counts.other_fields, MAX_FIELDS))
-            next_step = f"set --text-field to a field with text ({printable(fields)}), or {next_step}"
-        return UserError(
-            f"{self._store.url}: no usable document among {totals['documents_in']} ({', '.join(reasons)}); {next_step}"
-        )

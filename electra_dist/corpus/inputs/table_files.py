@@ -35,6 +35,7 @@ _ARROW_FILE_MARK = b"ARROW1"
 _PARQUET_BATCH_ROWS = 1024
 _MAX_COLUMNS_SHOWN = 20  # in an error message
 _MAX_NAME_CHARS = 40
+_NO_TEXT = " (no text)"  # behind the name of a column of another type
 _BINARY_OF_STRINGS = {
     pyarrow.string(): pyarrow.binary(),
     pyarrow.large_string(): pyarrow.large_binary(),
@@ -52,6 +53,7 @@ class NoTextColumn(Exception):
         Names are cut to 40 characters, because without a header the "names" of a CSV file are its first row of data.
         """
         names = [_short_name(column) for column in columns[:_MAX_COLUMNS_SHOWN]]
+        self.text_columns = [name for name in names if not name.endswith(_NO_TEXT)]  # those that may hold the text
         if len(columns) > _MAX_COLUMNS_SHOWN:
             names.append(f"and {len(columns) - _MAX_COLUMNS_SHOWN} more")
         reason = f" (it is {_short_name(found)})" if found else ""
@@ -291,7 +293,7 @@ def _names_of_columns(fields: Iterable[pyarrow.Field], prefix: str = "") -> Iter
         if inner:
             yield from _names_of_columns(inner, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}" if _is_text(field.type) else f"{prefix}{field.name} (no text)"
+            yield f"{prefix}{field.name}" if _is_text(field.type) else f"{prefix}{field.name}{_NO_TEXT}"
 
 
 def _fields_within(column_type: pyarrow.DataType) -> list[pyarrow.Field]:

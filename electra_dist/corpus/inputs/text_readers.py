@@ -39,7 +39,7 @@ from pathlib import Path
 import pyarrow
 import zstandard
 
-from electra_dist.corpus.counts import Counts
+from electra_dist.corpus.counts import MAX_NAMES, Counts
 from electra_dist.corpus.inputs.archives import ARCHIVES, ArchiveReader, TextMember
 from electra_dist.corpus.inputs.file_kinds import (
     MOST_DOCUMENT_BYTES,
@@ -54,7 +54,7 @@ from electra_dist.corpus.inputs.file_kinds import (
 from electra_dist.corpus.inputs.find_inputs import InputFile
 from electra_dist.corpus.inputs.json_values import read_json
 from electra_dist.corpus.inputs.table_files import NoTextColumn, read_arrow, read_csv, read_parquet
-from electra_dist.corpus.inputs.text_decoding import RawDocument
+from electra_dist.corpus.inputs.text_decoding import RawDocument, SkippedDocument, Undecodable, decode
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import open_regular
 from electra_dist.store.interface import Store
@@ -146,8 +146,9 @@ class DocumentStream:
                 continue
             try:
                 yield from self._documents_of_member(member)
-            except NoTextColumn:
+            except NoTextColumn as error:
                 archive.skip("no_text_column", member.name)
+                self.counts.other_fields.update(error.text_columns)
                 continue
             except DAMAGED_FILE_ERRORS as error:
                 raise OSError(f"member {member.name}: {error}") from None
@@ -184,6 +185,43 @@ class DocumentStream:
         if file.is_given or file.format in ("parquet", "arrow"):
             raise UserError(f"{file.location}: {error}") from None
         self.counts.skip_input("no_text_column", file.name)
+        self.counts.other_fields.update(error.text_columns)
+
+
+class TextStream:
+    """Iterable over the decoded documents of input files, in order; those without a usable text are only counted.
+
+    Iterate over an instance once, in one thread.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        text_field: str,
+        endpoint_url: str | None = None,
+        undecodable: Undecodable = "skip",
+    ) -> None:
+        """Open no file yet; `undecodable` is the config key `corpus.undecodable`, the rest as for `DocumentStream`."""
+        self._files = files
+        self._text_field = text_field
+        self._undecodable = undecodable
+        self._documents = DocumentStream(files, text_field, endpoint_url)
+        self.counts = self._documents.counts  # of what has been read so far
+
+    def __iter__(self) -> Iterator[tuple[RawDocument, str]]:
+        """Yield each document with its text; raise UserError as `DocumentStream` does."""
+        for document in self._documents:
+            file = self._files[document.file]
+            self.counts.of_source(file.source)["documents"] += 1
+            try:
+                text = decode(document, self._text_field, self._undecodable)
+            except SkippedDocument as skipped:
+                self.counts.skip_document(file.source, file.given_path, skipped.kind, document.size)
+                self.counts.other_fields.update(skipped.other_fields)
+                if len(self.counts.other_fields) > MAX_NAMES:
+                    self.counts.forget_small_losses()
+            else:
+                yield document, text
 
 
 def _begins_as_utf16(stream: io.BufferedIOBase) -> bool:

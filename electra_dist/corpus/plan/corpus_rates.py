@@ -141,12 +141,9 @@ class _Measurement:
         request = self._request
         read = self._read()
         spill_bytes = self._spill(read.documents)
-        tokens, blocks = self._make_rows(self._collect(spill_bytes))
+        tokens, blocks, counts = self._make_rows(self._collect(spill_bytes))
         if not tokens:
-            raise UserError(
-                f"{sample}: no document of the sample gives a row, so nothing can be measured; give another --input, "
-                "or the --text-field that holds its text"
-            )
+            raise UserError(f"{sample}: {counts.nothing_usable('give another --input or --text-field')}")
         shard_bytes, bucket = self._write(blocks)
         return CorpusRates(
             sample=sample,
@@ -198,18 +195,19 @@ class _Measurement:
         self._cpu_s[COLLECT] = time.process_time() - begin
         return documents
 
-    def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray]]:
-        """Make rows of token ids; return their number of tokens without [PAD], and blocks of them, [rows, seq_len]."""
+    def _make_rows(self, documents: list[RawDocument]) -> tuple[int, list[np.ndarray], Counts]:
+        """Make rows; return their number of tokens without [PAD], blocks of ids [rows, seq_len], and all counts."""
         processor = ChunkProcessor(self._request)
         blocks: list[np.ndarray] = []
-        tokens = 0
+        counts = []
         begin = time.process_time()
         for number, chunk in enumerate(cut_chunks(documents, self._request.chunk_bytes)):
             rows = processor.process(chunk, number, number)
-            tokens += sum(counts["tokens"] for counts in rows.counts.rows.values())
+            counts.append(rows.counts)
             blocks += [part.block for part in (rows.train, rows.heldout) if len(part.block)]
         self._cpu_s[TOKENIZE] = time.process_time() - begin
-        return tokens, blocks
+        total = Counts.total(counts)
+        return sum(rows["tokens"] for rows in total.rows.values()), blocks, total
 
     def _write(self, blocks: Sequence[np.ndarray]) -> tuple[int, FinishedBucket]:
         """Write the rows as one shard; return its size in bytes, and a build record that lists this shard."""

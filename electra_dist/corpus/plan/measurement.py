@@ -14,7 +14,6 @@ Limits: the artificial text is not a language. Rates on the user's own text (`co
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import itertools
@@ -32,8 +31,7 @@ from electra_dist.config import Config
 from electra_dist.console import Console
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import InputFile, search_inputs
-from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
-from electra_dist.corpus.inputs.text_readers import DocumentStream
+from electra_dist.corpus.inputs.text_readers import TextStream
 from electra_dist.corpus.plan import corpus_rates
 from electra_dist.corpus.plan.corpus_rates import (
     CorpusRates,
@@ -124,7 +122,8 @@ class Measurement:
         """Measure the rates on the smallest input files or, if there are no input files, on an artificial text."""
         with tempfile.TemporaryDirectory(prefix="corpus-plan-") as folder:
             files = smallest_files(self.files, corpus_rates.SAMPLE_BYTES)
-            sample = f"{len(files)} files of the input, the smallest"
+            number = f"{len(files):,} smallest files" if len(files) > 1 else "smallest file"
+            sample = f"the {number} of the input"
             if not files:
                 path = Path(folder) / "sample.jsonl"
                 _write_artificial_text(path, corpus_rates.SAMPLE_BYTES)
@@ -154,14 +153,10 @@ class Measurement:
         corpus = self.config.corpus
         if corpus.tokenizer == "bpe":
             raise UserError("corpus.tokenizer: bpe needs --vocab; pass the tokenizer.json of the corpus")
-        texts = []
-        for raw in DocumentStream(files, self.text_field, self.config.data.endpoint_url):
-            with contextlib.suppress(SkippedDocument):
-                texts.append(decode(raw, self.text_field))
-            if len(texts) == _VOCABULARY_DOCUMENTS:
-                break
+        stream = TextStream(files, self.text_field, self.config.data.endpoint_url)
+        texts = [text for _, text in itertools.islice(stream, _VOCABULARY_DOCUMENTS)]
         if not texts:
-            raise UserError("no document of the sample has text; give another --input or --text-field")
+            raise UserError(f"the sample: {stream.counts.nothing_usable('give another --input or --text-field')}")
         size = self.config.model.vocab_size
         trained = train_vocabulary(lambda: iter(texts), size, corpus.lowercase)
         return _filled(trained, size)

@@ -27,6 +27,7 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
+from electra_dist.corpus.counts import MAX_FIELDS, MAX_NAMES, most_frequent
 from electra_dist.corpus.text_shape import measure
 from electra_dist.store.atomic_files import file_sha256, make_folder, replacing
 from electra_dist.store.open_store import open_store
@@ -147,6 +148,7 @@ class DropRecorder:
         self.characters_out: Counter[str] = Counter()
         self.shapes_out: defaultdict[str, Counter[str]] = defaultdict(Counter)  # source -> counts of `TextShape`
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # (step, reason, source) -> documents
+        self.other_fields: defaultdict[str, Counter[str]] = defaultdict(Counter)  # source -> field -> records
         self._samples: defaultdict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
         self._current: Any = None
 
@@ -160,6 +162,13 @@ class DropRecorder:
         """Count a document that the reader of a source cannot turn into text, as read and as dropped."""
         self.documents_in[source] += 1
         self.dropped["read", reason, source] += 1
+
+    def add_fields(self, source: str, names: Iterable[str]) -> None:
+        """Count the fields with text of a record, or the columns of a table, without the source's `text_field`."""
+        fields = self.other_fields[source]
+        fields.update(names)
+        if len(fields) > MAX_NAMES:
+            self.other_fields[source] = Counter(dict(most_frequent(fields, MAX_FIELDS)))
 
     def add_written(self, document: Any) -> None:
         """Count a document that passed all steps of the stage, its characters and its `TextShape`."""
@@ -198,6 +207,9 @@ class DropRecorder:
             "documents_out": dict(self.documents_out),
             "characters_out": dict(self.characters_out),
             "shapes_out": self.shapes_out,
+            "other_fields": {
+                source: dict(most_frequent(fields, MAX_FIELDS)) for source, fields in self.other_fields.items()
+            },
             "dropped": [[*key, number] for key, number in sorted(self.dropped.items())],
             "samples": {step: [sample for _, sample in pairs] for step, pairs in sorted(self._samples.items())},
         }

@@ -29,6 +29,7 @@ from datatrove.pipeline.base import PipelineStep
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
+from electra_dist.corpus.counts import FIELDS_FOUND, MAX_FIELDS, most_frequent
 from electra_dist.corpus.prepare.document_files import RECORDS_DIR, record_of_task
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
@@ -57,6 +58,7 @@ class SourceCounts(TypedDict):
     characters_in: int
     characters_out: int
     shape: NotRequired[dict[str, int]]
+    other_fields: NotRequired[dict[str, int]]  # field with text of records without `text_field` -> such records
 
 
 class OutputFile(TypedDict):
@@ -139,6 +141,9 @@ def make_report(config: PrepareConfig, plan: SourcePlan, records: Sequence[Seque
             "characters_out": _sum(records[-1], "characters_out")[name],
             "shape": _shape(records[-1], name),
         }
+        fields = _total(records[0], "other_fields", name)
+        if fields:
+            sources[name]["other_fields"] = dict(most_frequent(fields, MAX_FIELDS))
     return {
         "format": _FORMAT,
         "documents_in": documents_in.total(),
@@ -172,10 +177,14 @@ def _sum_dropped(records: Sequence[Sequence[Tree]]) -> tuple[Tree, Counter[str]]
 
 
 def _shape(records: Sequence[Tree], source: str) -> dict[str, int]:
-    total = Counter(dict.fromkeys(TextShape.model_fields, 0))
+    return dict.fromkeys(TextShape.model_fields, 0) | _total(records, "shapes_out", source)
+
+
+def _total(records: Sequence[Tree], key: str, source: str) -> Counter[str]:
+    total: Counter[str] = Counter()
     for record in records:
-        total.update(record.get("shapes_out", {}).get(source, {}))
-    return dict(total)
+        total.update(record.get(key, {}).get(source, {}))
+    return total
 
 
 def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
@@ -193,10 +202,13 @@ def _samples(records: Sequence[Sequence[Tree]]) -> dict[str, list[str]]:
 def lines_of_lost_sources(report: PrepareReport, output: str) -> list[str]:
     """Return a line for each source that has lost all documents, with the steps that dropped them, most first.
 
-    Raises UserError with these lines if no document of any source is kept.
+    Another line names the fields found in records without the source's `text_field`. Raises UserError with these
+    lines if no document of any source is kept.
     """
     lines = []
     for name, source in report["sources"].items():
+        if fields := source.get("other_fields"):
+            lines.append(f"source {name}: {FIELDS_FOUND} (text_field): {', '.join(fields)}")
         if source["documents_out"] == 0 and source["documents_in"]:
             drops: Counter[str] = Counter()
             for step, reasons in report["dropped"].items():

@@ -73,7 +73,7 @@ class ReadSources(PipelineStep):
         for file in read_plan(self._work).files_of_task(rank):
             source = self._source_of_name[file.source]
             name = encodable(file.name)
-            for number, page in enumerate(self._pages(file, source)):
+            for number, page in enumerate(_naming_key(self._pages(file, source))):
                 if page.dropped is not None:
                     self._recorder.add_unreadable(source.name, page.dropped)
                     continue
@@ -92,10 +92,12 @@ class ReadSources(PipelineStep):
         if file.format in PAGE_FORMATS:
             yield from read_pages(file, self._endpoint_url)
             return
-        for raw in DocumentStream([file], source.text_field, self._endpoint_url, with_fields=True):
+        documents = DocumentStream([file], source.text_field, self._endpoint_url, with_fields=True)
+        for raw in documents:
             try:
                 decoded = decode_counted(raw, source.text_field, self._undecodable)
             except SkippedDocument as skipped:
+                self._recorder.add_fields(source.name, skipped.other_fields)
                 yield SourceDocument("", skipped.kind)
                 continue
             if file.format == "wet":
@@ -103,6 +105,15 @@ class ReadSources(PipelineStep):
                 yield SourceDocument(decoded.text, url=raw.fields["url"] or None)
             else:
                 yield _read_record(raw, decoded, source)
+        self._recorder.add_fields(source.name, documents.counts.other_fields)
+
+
+def _naming_key(pages: Iterator[SourceDocument]) -> Iterator[SourceDocument]:
+    """Yield `pages`; an error about the option `--text-field` names the key `text_field` of the source instead."""
+    try:
+        yield from pages
+    except UserError as error:
+        raise UserError(str(error).replace("set --text-field ", "set the source's text_field ")) from None
 
 
 class SourceDocument(NamedTuple):

@@ -277,7 +277,7 @@ def test_a_preparation_that_ends_before_it_has_a_result_leaves_its_work_folder_t
     source = {"name": "web", "path": str(tmp_path / "tables")}
     with pytest.raises(UserError, match="sbatch"):
         prepare(submit_to_slurm, executor={"kind": "slurm", "slurm": {"partition": "p"}}, samples_per_filter=1)
-    with pytest.raises(UserError, match="no column `text` of text"):
+    with pytest.raises(UserError, match=r"no column `text` of text; set the source's text_field to .*: body"):
         prepare(run, lambda *progress: None, sources=[source])
 
     report = prepare(run, lambda *progress: None, sources=[{**source, "text_field": "body"}])
@@ -298,6 +298,21 @@ def test_a_source_whose_kept_documents_are_no_text_is_named(write: Write, tmp_pa
         )
     report = json.loads((tmp_path / "out" / "prepare.json").read_text())
     assert report["sources"]["web"]["shape"]["plain_characters"] == 20 * 256
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.jsonl", b'{"body": "one", "about": {"title": "two"}, "n": 3}\n'), ("a.csv", b"body,about.title\none,two\n")],
+)
+def test_a_wrong_text_field_of_a_source_names_the_fields_that_are_there(
+    write: Write, tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / "in" / "a.jsonl").unlink(missing_ok=True)
+    (tmp_path / "in" / name).write_bytes(content)
+    done = CliRunner().invoke(app, ["corpus", "prepare", str(write())])
+    message = " ".join(str(done.exception or done.output).split())
+    assert "the preparation keeps no document" in message
+    assert "fields with text in records without the text's field (text_field): about.title, body" in message
 
 
 def test_a_preparation_that_keeps_nothing_ends_with_78_and_names_the_steps(write: Write, tmp_path: Path) -> None:

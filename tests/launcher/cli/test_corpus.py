@@ -135,6 +135,53 @@ def test_build_uses_the_vocabulary_that_vocab_wrote_and_refuses_another_size(
     assert not (tmp_path / "d").exists()
 
 
+WRONG_FIELD = "set --text-field to a field with text (body, meta.title), or "
+
+
+def test_a_wrong_text_field_names_the_fields_that_are_there(config: Path, text: Path, tmp_path: Path) -> None:
+    """Each command that reads texts of inputs says so, before it has a vocabulary and with one."""
+    run("vocab", "--input", text, "--output", tmp_path / "vocab.txt", "--size", 120)
+    record = {"body": "some words", "meta": {"title": "more words"}, "number": 3}
+    lines = tmp_path / "a.jsonl"
+    lines.write_text(f"{json.dumps(record)}\n" * 3)
+    build = ["build", "--input", lines, "--output", tmp_path / "c", "--config", config, "--workers", 1]
+    commands = [
+        ["vocab", "--input", lines, "--output", tmp_path / "v.txt"],
+        ["vocab", "--input", lines, "--output", tmp_path / "v.json", "--tokenizer", "bpe"],
+        build,
+        [*build, "--vocab", tmp_path / "vocab.txt"],
+        ["plan", config, "--input", lines],
+        ["plan", config, "--input", lines, "--vocab", tmp_path / "vocab.txt"],
+    ]
+    for command in commands:
+        with pytest.raises(UserError) as error:
+            run(*command)
+        assert f"no usable document among 3 (no_text 3); {WRONG_FIELD}" in str(error.value), command
+    assert not (tmp_path / "v.txt").exists()
+
+
+def test_columns_of_tables_without_the_text_field_are_named(config: Path, tmp_path: Path) -> None:
+    """A table within a folder is left out, as it may only describe the texts there."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.csv").write_text("body,meta.title\nsome words,more words\n")
+    build = ["build", "--output", tmp_path / "c", "--config", config, "--workers", 1]
+    for command in (["vocab", "--output", tmp_path / "v.txt"], build):
+        with pytest.raises(UserError) as error:
+            run(*command, "--input", tmp_path / "in")
+        assert WRONG_FIELD in str(error.value)
+
+
+def test_vocab_says_how_many_documents_gave_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"body": "some words"}\n{"body": "more words"}\n')
+    (tmp_path / "b.jsonl").write_text('{"other": "words"}\n')
+
+    output = run("vocab", "--input", tmp_path / "a.jsonl", "--input", tmp_path / "b.jsonl", "--output", tmp_path / "v")
+
+    assert "left out 3 of 4 documents: no_text 3\n" in output
+    assert "fields with text in records without the text's field: body, other\n" in output
+    assert f"{tmp_path}/b.jsonl: no usable document among 1 (no_text 1); set --text-field" in output
+
+
 def test_index_of_shards_of_another_writer_gives_the_totals_and_tokenizer_of_build(
     config: Path, text: Path, tmp_path: Path
 ) -> None:

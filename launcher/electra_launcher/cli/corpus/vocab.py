@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +17,7 @@ from electra_launcher.cli.options import EndpointUrl
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.
     from electra_dist.config import Config
+    from electra_dist.corpus.counts import Counts
     from electra_dist.corpus.inputs.find_inputs import InputFile
     from electra_dist.corpus.inputs.text_decoding import Undecodable
     from electra_dist.corpus.vocabulary import TokenizerKind, VocabularySample
@@ -106,6 +107,10 @@ def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -
     )
 
 
+class _NoText(UserError):
+    """Error that no document of some files has a text."""
+
+
 class _Training:
     """Training of a vocabulary on input files, or on a sample of them, with a progress bar."""
 
@@ -117,6 +122,7 @@ class _Training:
         self._undecodable = undecodable
         self._limit_bytes = int(sample_gb * 1e9)
         self._console = console
+        self._counts: Counts | None = None  # of the latest pass over all of some files
 
     def train(
         self,
@@ -139,26 +145,29 @@ class _Training:
         with tempfile.TemporaryDirectory(prefix="electra-sample-") as folder:
             sample = VocabularySample(Path(folder), self._limit_bytes, _SAMPLE_SEED)
             self._take(sample, files)
-            if sample.num_bytes == 0:
-                raise UserError(
-                    "a vocabulary cannot be trained: the input has no text; correct --input or --text-field"
-                )
             self._console.print(f"training on a sample of {sample.num_bytes / 1e9:.2f} GB")
             return train_kind(kind, sample.texts, size, lowercase, keep_accents)
 
     def remarks(self, files: list[InputFile], vocabulary: Vocabulary, lowercase: bool) -> list[str]:
-        """Return a line for each source on how the vocabulary divides its text, those with most [UNK] first."""
+        """Return what was left out in the training, and a line for each source on how the vocabulary divides its text.
+
+        Sources with most [UNK] come first.
+        """
         from electra_dist.corpus.vocabulary import TextFit, measure_fit
 
         files_of: dict[str, list[InputFile]] = {}
         for file in files:
             files_of.setdefault(file.source, []).append(file)
         fits: dict[str, TextFit] = {}
+        lines = [] if self._counts is None else self._counts.remarks_on_documents()
         for source, files_of_source in itertools.islice(files_of.items(), _MOST_SOURCES):
             texts = (text for _, _, text in self._texts(files_of_source))
-            fits[source] = measure_fit(vocabulary, lowercase, texts)
+            try:
+                fits[source] = measure_fit(vocabulary, lowercase, texts)
+            except _NoText as error:
+                lines.append(f"{source}: {error}")
         ordered = sorted(fits.items(), key=lambda item: -item[1].unknown / max(1, item[1].tokens))
-        lines = [f"{source}: {fit.remark}" for source, fit in ordered]
+        lines += [f"{source}: {fit.remark}" for source, fit in ordered]
         if len(files_of) > _MOST_SOURCES:
             lines.append(f"and {len(files_of) - _MOST_SOURCES:,} more sources")
         if lowercase and vocabulary.kind == "wordpiece":
@@ -182,16 +191,18 @@ class _Training:
                 lambda file: report("sample for the vocabulary, MB", ends[file] // 10**6, ends[-1] // 10**6),
             )
 
-    def _texts(self, files: Iterable[InputFile]) -> Iterator[tuple[int, int, str]]:
+    def _texts(self, files: list[InputFile]) -> Iterator[tuple[int, int, str]]:
         """Yield of each document the number of its file, its number in the file, and its text.
 
-        Documents without a text, or with one that cannot be decoded, are left out.
+        Documents without a text, or with one that cannot be decoded, are left out. Raises _NoText if all are.
         """
-        from electra_dist.corpus.inputs.text_decoding import SkippedDocument, decode
-        from electra_dist.corpus.inputs.text_readers import DocumentStream
+        from electra_dist.corpus.inputs.text_readers import TextStream
 
-        for document in DocumentStream(list(files), self._text_field, self._endpoint_url):
-            try:
-                yield document.file, document.number, decode(document, self._text_field, self._undecodable)
-            except SkippedDocument:
-                continue
+        stream = TextStream(files, self._text_field, self._endpoint_url, self._undecodable)
+        has_text = False
+        for document, text in stream:
+            has_text = True
+            yield document.file, document.number, text
+        self._counts = stream.counts
+        if not has_text:
+            raise _NoText(stream.counts.nothing_usable("correct --input or --text-field"))
