@@ -20,18 +20,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from electra_dist.corpus.counts import most_frequent
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, check_name_once, number_in, read_table
 
 _SHOWN = 5  # empty texts in a remark
+_NAMED = 10  # labels in a message
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
 
 
@@ -372,30 +374,41 @@ def _number_in(label: str) -> Decimal | None:
 
 
 def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
-    """Return the index in `labels` of each text's label; UserError names the first line with another label."""
+    """Return the index in `labels` of each text's label; UserError names all other labels and the first line."""
     number_of = {label: number for number, label in enumerate(labels)}
-    numbers = []
-    for label, line in zip(texts.label, texts.line, strict=True):
-        if label not in number_of:
-            raise UserError(
-                f"{texts.file}:{line}: unknown label `{label}`; one of {', '.join(labels)} is expected: "
-                f"correct the line"
-            )
-        numbers.append(number_of[label])
-    return numbers
+    unknown = [row for row, label in enumerate(texts.label) if label not in number_of]
+    if unknown:
+        raise UserError(
+            f"{texts.file}:{texts.line[unknown[0]]}: {count_names(texts.label[row] for row in unknown)}: unknown "
+            f"labels (and how often each occurs); the labels that are known are {list_names(labels)}: correct them"
+        )
+    return [number_of[label] for label in texts.label]
+
+
+def count_names(names: Iterable[str]) -> str:
+    """Return how often each of some labels occurs, the most frequent first: "`b` 4, `c` 2 and 3 more labels"."""
+    counts = Counter(names)
+    shown = [f"`{name}` {count:,}" for name, count in most_frequent(counts, _NAMED)]
+    more = len(counts) - len(shown)
+    return ", ".join(shown) + (f" and {more} more label{'s' * (more > 1)}" if more else "")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first ten of some labels, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def label_values(texts: Texts) -> list[float]:
     """Return the labels of a regression as numbers; raise UserError if one is not a finite number."""
-    values = []
-    for label, line in zip(texts.label, texts.line, strict=True):
-        value = number_in(label)
-        if not math.isfinite(value):
-            raise UserError(
-                f"{texts.file}:{line}: the label `{label}` is not a finite number; correct the line, or "
-                f"fine-tune for classification (--kind classification)"
-            )
-        values.append(value)
+    values = [number_in(label) for label in texts.label]
+    wrong = [row for row, value in enumerate(values) if not math.isfinite(value)]
+    if wrong:
+        raise UserError(
+            f"{texts.file}:{texts.line[wrong[0]]}: {count_names(texts.label[row] for row in wrong)}: labels that are "
+            f"no finite numbers (and how often each occurs); correct the lines, or fine-tune for classification "
+            f"(--kind classification)"
+        )
     return values
 
 

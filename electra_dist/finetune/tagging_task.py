@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
-from electra_dist.finetune.labelled_texts import held_out_rows
+from electra_dist.finetune.labelled_texts import count_names, held_out_rows, list_names
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile, label_weights
 from electra_dist.finetune.word_files import find_tagged_file, read_tagged_file, tags_of
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular
@@ -119,6 +119,18 @@ def _failures(predicted: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return ()
 
 
+def remarks_on_tags(file: Path, tags: Iterable[Sequence[str]], known: Sequence[str]) -> list[str]:
+    """Return a line on the tags of a file's sentences that are not among the `known` ones of a model; else []."""
+    known_tags = set(known)
+    unknown = [tag for tags_of_sentence in tags for tag in tags_of_sentence if tag not in known_tags]
+    if not unknown:
+        return []
+    return [
+        f"{file}: tags that the training data lack count as wrong: {count_names(unknown)}; the known tags are "
+        f"{list_names(known)}"
+    ]
+
+
 _NUM_SPECIAL = 2  # [CLS] and [SEP] of a row
 
 
@@ -173,11 +185,7 @@ class TaggingTask(Task):
                 f"{file}: {len(sentences)} sentences, {num_words} words, {len(tags_of(sentences))} different tags"
             )
             self.notes += remarks_on_texts(str(file), (" ".join(sentence.words) for sentence in sentences))
-        unknown_tags = sorted(set(tags_of(self.dev)) - set(self.tags))
-        if unknown_tags:
-            self.notes.append(
-                f"{dev_file}: tags that the training data lack count as wrong: {', '.join(unknown_tags)}"
-            )
+        self.notes += remarks_on_tags(dev_file or train_file, (sentence.tags for sentence in self.dev), self.tags)
 
     def _hold_out(self, file: Path, share: float, seed: int) -> None:
         """Move a share of the sentences from `train` to `dev`: of those with one tag, and of those with several."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from electra_dist.errors import UserError
+from electra_dist.finetune.labelled_texts import list_names
 
 if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -111,6 +112,7 @@ def label_weights(
     unknown = sorted(set(setting) - set(labels))
     if unknown:
         raise UserError(
-            f"--set class_weights: `{unknown[0]}` is none of the labels {', '.join(labels)}; correct the name"
+            f"--set class_weights: unknown labels: {list_names([f'`{name}`' for name in unknown])}; the labels are "
+            f"{list_names(labels)}: correct the names"
         )
     return [setting.get(label, 1.0) for label in labels]

@@ -26,10 +26,10 @@ import numpy as np
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
-from electra_dist.finetune.labelled_texts import LabelTargets, Texts, texts_of
+from electra_dist.finetune.labelled_texts import LabelTargets, Texts, count_names, list_names, texts_of
 from electra_dist.finetune.passage_windows import Question, SquadFile, read_squad
 from electra_dist.finetune.squad_task import find_answers, score_answers
-from electra_dist.finetune.tagging_task import are_bio_tags, spans_of, tag_metrics, word_outputs
+from electra_dist.finetune.tagging_task import are_bio_tags, remarks_on_tags, spans_of, tag_metrics, word_outputs
 from electra_dist.finetune.text_task import encode_texts, row_outputs, text_metrics
 from electra_dist.finetune.word_files import read_words
 from electra_dist.run.folder import is_run_folder
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 Row = dict[str, Any]
-_SHOWN = 5  # labels of a model in a message
 _LABELS_OF_DETECTION = {"0": "REPLACED"}  # of an untuned ModernBERT discriminator, which has a class for tags
 _KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
@@ -196,7 +195,7 @@ def _open(
     if model.kind == "TokenClassification" and (not is_table or suffix == ".tsv"):
         with readable(file):
             words, tags = read_words(file)
-        notes = remarks_on_texts(str(file), map(" ".join, words))
+        notes = [*remarks_on_texts(str(file), map(" ".join, words)), *remarks_on_tags(file, tags or (), model.labels)]
         return notes, lambda progress: _predict_tags(model, words, tags, progress)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
     columns = _columns_of(model, table, named)
@@ -215,8 +214,11 @@ def _open(
     targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
     labelled = [row for row, name in enumerate(texts.label) if columns.label and name]
     if labelled and targets.labels and not set(texts.label) & set(targets.labels):
-        known = ", ".join(targets.labels[:_SHOWN])
-        notes.append(f"{file}: no label in `{columns.label}` is one of the model's ({known}), so none is scored")
+        known = list_names(targets.labels)
+        found = count_names(texts.label[row] for row in labelled)
+        notes.append(
+            f"{file}: no label in `{columns.label}` ({found}) is one of the model's ({known}), so none is scored"
+        )
         labelled = []
     if 0 < len(labelled) < len(texts.a):
         notes.append(f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored")

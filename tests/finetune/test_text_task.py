@@ -130,8 +130,8 @@ def test_the_targets_of_a_custom_regression_are_scaled_by_the_range_of_the_train
 
 @pytest.mark.parametrize("label", ["nan", "inf", "-inf"])
 def test_a_label_of_a_regression_that_is_not_finite_is_an_error_with_its_line(tmp_path: Path, label: str) -> None:
-    write_train_and_dev(tmp_path, f"text\tkind\nA.\t1\nB.\t{label}\n")
-    with pytest.raises(UserError, match=rf"train\.tsv:3: the label `{label}` is not a finite number"):
+    write_train_and_dev(tmp_path, f"text\tkind\nA.\t1\nB.\t{label}\nC.\tx\nD.\tx\n")
+    with pytest.raises(UserError, match=rf"train\.tsv:3: `x` 2, `{label}` 1: labels that are no finite numbers"):
         TextTask(REGRESSION, tmp_path)
 
 
@@ -175,15 +175,21 @@ def test_lines_with_too_few_columns_are_left_out_and_their_number_is_noted(tmp_p
     assert task.notes[0] == f"{tmp_path / 'train.tsv'}: 1 lines with too few columns are left out"
 
 
-def test_a_missing_file_is_an_error_with_both_searched_paths_and_an_unknown_label_one_with_its_line(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_file_is_an_error_with_both_searched_paths(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"RTE/train\.tsv: no such file \(nor .*glue/RTE/train\.tsv\)"):
         TextTask(GLUE["rte"], tmp_path)
 
-    write_train_and_dev(tmp_path / "CoLA", "gj04\t1\t\tYes.\ngj04\tmaybe\t\tNo.\n")
-    with pytest.raises(UserError, match=r"CoLA/train\.tsv:2: unknown label `maybe`; one of 0, 1"):
+
+def test_all_unknown_labels_are_named_at_once_with_their_numbers_at_most_ten(tmp_path: Path) -> None:
+    unknown = ["maybe", "perhaps", "maybe", *"abcdefghi"]
+    lines = "".join(f"gj04\t{label}\t\tNo.\n" for label in unknown)
+    write_train_and_dev(tmp_path / "CoLA", "gj04\t1\t\tYes.\n" + lines)
+    with pytest.raises(UserError) as error:
         TextTask(GLUE["cola"], tmp_path)
+    assert (
+        "CoLA/train.tsv:2: `maybe` 2, `a` 1, `b` 1, `c` 1, `d` 1, `e` 1, `f` 1, `g` 1, `h` 1, `i` 1 and 1 more label: "
+        "unknown labels (and how often each occurs); the labels that are known are 0, 1:"
+    ) in str(error.value)
 
 
 def test_the_mean_of_the_states_is_refused_where_it_has_no_effect_and_where_transformers_has_no_class_for_it(

@@ -129,8 +129,8 @@ def test_weights_of_labels_are_factors_of_their_losses(encoder: Pretrained) -> N
     assert label_weights({"a": 6, "b": 2}, "ab", "balanced") == pytest.approx([8 / 12, 8 / 4])
     assert label_weights({"a": 6, "b": 2}, "ab", {"b": 3.0}) == [1.0, 3.0]
     assert label_weights({"a": 6, "b": 2}, "ab", "none") is None
-    with pytest.raises(UserError, match="`c` is none of the labels a, b"):
-        label_weights({"a": 6, "b": 2}, "ab", {"c": 3.0})
+    with pytest.raises(UserError, match="unknown labels: `c`, `d`; the labels are a, b"):
+        label_weights({"a": 6, "b": 2}, "ab", {"c": 3.0, "b": 1.0, "d": 2.0})
     settings = FinetuneConfig(hidden_dropout=0.0, attention_dropout=0.0, head_dropout=0.0)
     network = StockNetwork(encoder, "SequenceClassification", labels_config("ab"), settings, seed=1).eval()
     ids, target = torch.tensor([[2, 7, 3], [2, 8, 3]]), torch.tensor([[0], [1]])

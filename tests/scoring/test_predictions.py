@@ -92,6 +92,31 @@ def test_classes_are_those_of_the_development_predictions_and_of_a_pipeline(
     assert no_metrics == {} and "label" not in new[0]
 
 
+def test_classes_of_pairs_are_those_of_the_development_predictions_and_of_a_pipeline(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
+    pairs = {}
+    for seed, stem in ((0, "train"), (1, "dev")):
+        words = sentences(seed, 2 * NUM_ROWS)
+        pairs[stem] = [(" ".join(a), " ".join(b)) for a, b in zip(words[::2], words[1::2], strict=True)]
+        rows = [[a, b, "both" if "dog" in a and "dog" in b else "other"] for a, b in pairs[stem]]
+        pandas.DataFrame(rows, columns=["first", "second", "label"]).to_csv(tmp_path / f"{stem}.csv", index=False)
+    result = tune(encoder, tmp_path, name="custom", data=tmp_path, text_a="first", text_b="second", label="label")
+
+    predicted, metrics = predict(tmp_path, tmp_path / "dev.csv")
+
+    assert metrics == pytest.approx(result.metrics, abs=0)
+    with (tmp_path / "best" / "dev_predictions.tsv").open() as file:
+        dev = list(csv.DictReader(file, delimiter="\t"))
+    assert [(str(row["index"]), row["prediction"], row["label"]) for row in predicted] == [
+        tuple(row.values()) for row in dev
+    ]
+    classify = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu", top_k=None)
+    theirs = classify([{"text": a, "text_pair": b} for a, b in pairs["dev"]])
+    for row, scores in zip(predicted, theirs, strict=True):
+        assert row["probabilities"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=1e-5)
+
+
 def test_numbers_are_those_of_the_development_predictions_and_of_a_pipeline(
     encoder: Pretrained, tmp_path: Path
 ) -> None:
@@ -163,7 +188,15 @@ def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder:
     assert predict(tmp_path, tmp_path / "new.csv", label="")[1] == {}
     table.assign(label="cat").to_csv(tmp_path / "new.csv", index=False)
     result = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
-    assert result.metrics == {} and "no label in `label` is one of the model's (animal, none)" in result.notes[-1]
+    assert (
+        result.metrics == {}
+        and "no label in `label` (`cat` 5) is one of the model's (animal, none)" in result.notes[-1]
+    )
+
+    table.assign(label=["animal", "cat", "cat", "dog", "none"]).to_csv(tmp_path / "new.csv", index=False)
+    message = r"new\.csv:3: `cat` 2, `dog` 1: unknown labels .*; the labels that are known are animal, none"
+    with pytest.raises(UserError, match=message):
+        open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")
 
     table[["text"]].rename(columns={"text": "message"}).to_csv(tmp_path / "renamed.csv", index=False)
     chosen = "there is no column `text`, so the text is the column `message`; name another one with --text-a"
@@ -231,6 +264,12 @@ def test_tags_and_spans_are_those_of_the_development_predictions_and_of_a_pipeli
     (tmp_path / "new.txt").write_text("\n\n".join("\n".join(words) for words in dev) + "\n")
     new, no_metrics = predict(tmp_path, tmp_path / "new.txt")
     assert [row["prediction"] for row in new] == [row["prediction"] for row in rows] and no_metrics == {}
+    # Tags that the model does not know are counted.
+    (tmp_path / "other.txt").write_text("the DET\ndog B-ANIMAL\n\na DET\nknew VERB\n")
+    assert open_predictions(TunedModel(tmp_path), tmp_path / "other.txt")(lambda *_: None).notes == [
+        f"{tmp_path}/other.txt: tags that the training data lack count as wrong: `DET` 2, `VERB` 1; the known tags "
+        "are B-ANIMAL, B-PLACE, I-PLACE, O"
+    ]
 
 
 @torch.no_grad()
