@@ -85,6 +85,12 @@ class StepRecord(Record):
     rtd_weight: float | None = None  # of rtd_loss in loss
     random_share: float | None = None  # fraction of the masked positions with a random replacement
 
+    @property
+    def losses(self) -> dict[str, float]:
+        """Return the parts of the loss without their weights, by name; those that the objective lacks are 0."""
+        parts = {"mlm": self.mlm_loss, "rtd": self.rtd_loss, "tokens": self.token_loss}
+        return {name: value for name, value in parts.items() if value != 0}
+
     @override
     def fields(self) -> dict[str, Any]:
         return self.model_dump()

@@ -226,7 +226,18 @@ def first_start(run: Path) -> dict[str, Any] | None:
     age = format_duration(max(0.0, now - owner.owner.since))
     log = supervise_log(run, 0)
     show = f"tail -f {shlex.quote(str(log))}" if log.exists() else f"electra-dist status {shlex.quote(str(run))}"
-    unknown = ("last_event", "num_steps", "loss", "step_s", "eta_s", "checkpoint", "failure", "context_auc", "goodput")
+    unknown = (
+        "last_event",
+        "num_steps",
+        "loss",
+        "losses",
+        "step_s",
+        "eta_s",
+        "checkpoint",
+        "failure",
+        "context_auc",
+        "goodput",
+    )
     empty = ("jobs", "links", "nodes_out", "silent_ranks", "waiting_for_storage", "excluded_nodes")
     return {
         **dict.fromkeys(unknown),
@@ -269,6 +280,7 @@ def facts(seen: Gathered) -> dict[str, Any]:
         "step": step,
         "num_steps": seen.config.train.num_steps,
         "loss": last.loss if last else None,
+        "losses": last.losses if last else None,
         "step_s": last.step_s if last else None,
         "eta_s": _remaining_s(seen, step),
         "checkpoint": checkpoint.fields() if checkpoint else None,

@@ -66,7 +66,7 @@ def lines_of_first_start(known: dict[str, Any]) -> list[str]:
 
 
 def _progress(known: dict[str, Any]) -> str:
-    """Return the progress of the run, for example "12 of 20 (60.0 %), loss 8.5185, eta 16s"."""
+    """Return the progress of the run: "12 of 20 (60.0 %), loss 8.5185 (mlm 6.5185, rtd 0.0400), eta 16s"."""
     step, num_steps = known["step"], known["num_steps"]
     progress = f"{step:,} of {num_steps:,}"
     if known["loss"] is None:
@@ -74,7 +74,9 @@ def _progress(known: dict[str, Any]) -> str:
     saved = known["checkpoint"]
     is_behind = saved is not None and saved["step"] > step  # not every step is logged, but every one can be saved
     logged = " at the last logged step" if is_behind else ""
-    progress += f" ({100 * step / num_steps:.1f} %), loss {known['loss']:.4f}{logged}"
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in known["losses"].items())
+    parts = f" ({losses})" if len(known["losses"]) > 1 else ""
+    progress += f" ({100 * step / num_steps:.1f} %), loss {known['loss']:.4f}{parts}{logged}"
     if step >= num_steps:
         return progress
     return f"{progress}, eta {format_duration(known['eta_s'])}"
@@ -98,8 +100,8 @@ def _context_auc_lines(seen: Gathered) -> list[str]:
     newest = seen.last_eval
     if newest is None or not math.isfinite(newest.context_auc):
         return []
-    standard_error = f"(standard error {newest.context_auc_se:.4f})"
-    context_lines = [f"  context     AUC {newest.context_auc:.4f} at step {newest.step:,} {standard_error}"]
+    meaning = f"(standard error {newest.context_auc_se:.4f}; 0.5 is chance, 1 is perfect)"
+    context_lines = [f"  context     AUC {newest.context_auc:.4f} at step {newest.step:,} {meaning}"]
     if is_stuck(newest, seen.config):
         context_lines.append(f"  warning     {stuck_warning(newest, seen.config)}")
     return context_lines

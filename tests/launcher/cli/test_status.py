@@ -127,7 +127,7 @@ def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodp
     queue(monkeypatch, RUNNING, WAITING)
     page = shown(run)
     assert page[0] == f"run {run}: living"
-    assert "  step        12 of 20 (60.0 %), loss 8.5185, eta 16s" in page
+    assert "  step        12 of 20 (60.0 %), loss 8.5185 (mlm 2.3457, rtd 0.1235), eta 16s" in page
     assert "  checkpoint  step 10, 1m20s old" in page
     assert "  job         7 RUNNING n[1-2]" in page
     goodput = next(line for line in page if "goodput" in line)
@@ -141,9 +141,22 @@ def test_a_step_that_is_behind_the_checkpoint_is_said_to_be_the_last_one_logged(
     ledger(run, event("checkpoint", 20, step=14, attempt=1, stall_s=0.5, wait_s=0.0, spent_s={}))
     page = shown(run)
     assert any(
-        line.startswith("  step        12 of 20 (60.0 %), loss 8.5185 at the last logged step") for line in page
+        line.startswith(
+            "  step        12 of 20 (60.0 %), loss 8.5185 (mlm 2.3457, rtd 0.1235) at the last logged step"
+        )
+        for line in page
     )
     assert any(line.startswith("  checkpoint  step 14") for line in page)
+
+
+def test_the_losses_of_an_objective_are_shown_and_a_single_one_is_not_repeated(run: Path) -> None:
+    """An objective without a part records 0 for it: masked language modelling has no detection."""
+    for changes, shown_loss in (
+        ({"rtd_loss": 0.0}, "loss 8.5185, eta"),
+        ({"rtd_loss": 0.0, "token_loss": 3.25}, "loss 8.5185 (mlm 2.3457, tokens 3.2500), eta"),
+    ):
+        write(run / "metrics.jsonl", [STEP_12.model_copy(update=changes)])
+        assert any(shown_loss in line for line in shown(run)), changes
 
 
 def test_the_page_is_also_printed_as_json(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -152,6 +165,7 @@ def test_the_page_is_also_printed_as_json(run: Path, monkeypatch: pytest.MonkeyP
     tree = json.loads(result.stdout)
     assert (tree["state"], tree["step"], tree["num_steps"]) == ("living", 12, 20)
     assert (tree["loss"], tree["eta_s"]) == (8.5185, 16.0)
+    assert tree["losses"] == {"mlm": STEP.mlm_loss, "rtd": STEP.rtd_loss}
     assert tree["checkpoint"]["step"] == 10 and tree["goodput"] == pytest.approx(20 / 37)
     assert [job["job"] for job in tree["jobs"]] == ["7", "8"]
     assert tree["next"][0] == f"tail -f {run}/slurm/job-7.log"
@@ -170,14 +184,18 @@ def test_the_context_auc_of_the_newest_evaluation_is_shown_with_a_warning_if_it_
 
     assert context_lines() == []
     assert context_lines(undefined) == []
-    assert context_lines(undefined, early) == ["  context     AUC 0.5000 at step 5 (standard error 0.0040)"]
+    assert context_lines(undefined, early) == [
+        "  context     AUC 0.5000 at step 5 (standard error 0.0040; 0.5 is chance, 1 is perfect)"
+    ]
     newest, warning = context_lines(early, low)
-    assert newest == "  context     AUC 0.5000 at step 10 (standard error 0.0040)"
+    assert newest == "  context     AUC 0.5000 at step 10 (standard error 0.0040; 0.5 is chance, 1 is perfect)"
     assert warning.startswith(
         "  warning     step 10: context AUC 0.500 (standard error 0.004) is below 0.52 after 50 %"
     )
     assert "objective.temperature={from: 4, to: 1, shape: exponential, tau: 0.15}" in warning
-    assert context_lines(low, high) == ["  context     AUC 0.6123 at step 12 (standard error 0.0042)"]
+    assert context_lines(low, high) == [
+        "  context     AUC 0.6123 at step 12 (standard error 0.0042; 0.5 is chance, 1 is perfect)"
+    ]
 
 
 def test_ranks_without_a_recent_heartbeat_in_a_running_job_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -329,7 +347,7 @@ def test_a_finished_run_is_shown_with_the_export_command(run: Path):
     ledger(run, event("done", 5, step=20))
     page = shown(run)
     assert page[0].endswith(": finished")
-    assert "  step        20 of 20 (100.0 %), loss 8.5185" in page
+    assert "  step        20 of 20 (100.0 %), loss 8.5185 (mlm 2.3457, rtd 0.1235)" in page
     assert commands(page)[0] == f"electra-dist export {run}"
 
 
