@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from rich.progress import Progress
 from rich.table import Table
 
 from electra_dist.console import Console, styled
@@ -31,3 +32,23 @@ def test_a_line_break_in_a_text_makes_no_line() -> None:
     out = Console(file=io.StringIO(), width=80)
     out.print("run a: dead (x\nrun b: finished)")
     assert out.file.getvalue() == "run a: dead (x\\nrun b: finished)\n"  # type: ignore[attr-defined]
+
+
+def test_a_line_that_another_console_prints_during_a_bar_begins_on_a_line_of_its_own() -> None:
+    """After the bar is closed, and into a file, lines are printed as ever."""
+    terminal, file = io.StringIO(), io.StringIO()
+    out = Console(file=terminal, width=300, force_terminal=True, color_system=None, soft_wrap=True)
+    bars = Console(file=terminal, width=40, force_terminal=True, color_system=None)
+    with Progress(console=bars, transient=True) as bar:
+        bar.add_task("training", total=3)
+        bar.refresh()
+        out.print("a note that is longer than the forty columns of the console with the bar")
+        Console(file=file).print("into a file")
+    out.print("at the end")
+
+    text = terminal.getvalue()
+    begin = text.index("a note")
+    assert text[:begin].endswith("\r\x1b[2K"), repr(text[:begin])  # to the beginning of the bar's line, now empty
+    assert text[begin:].startswith("a note that is longer than the forty columns of the console with the bar\n")
+    assert text.endswith("at the end\n")
+    assert file.getvalue() == "into a file\n"
