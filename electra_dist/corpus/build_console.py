@@ -11,7 +11,7 @@ from rich.table import Table
 
 from electra_dist.console import Console
 from electra_dist.corpus.build_report import BuildReport, SkippedDocuments, remarks_on_shape
-from electra_dist.corpus.counts import SKIP_REASONS
+from electra_dist.corpus.counts import FIELDS_FOUND, SKIP_REASONS
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
 
 _LINE_EVERY_S = 10.0
@@ -157,13 +157,14 @@ def source_table(report: BuildReport) -> Table:
     """Return a table of a corpus's sources, with a line for all: documents, tokens, share of [UNK] and licence."""
     table = Table(title="Sources", title_justify="left")
     table.add_column("source", overflow="fold")
-    for heading in ("documents", "left out", "tokens", "share", "tokens a document", "[UNK]"):
+    for heading in ("files", "documents", "left out", "tokens", "share", "tokens a document", "[UNK]"):
         table.add_column(heading, justify="right")
     table.add_column("licence", overflow="fold")
     all_tokens = max(report.text.tokens, 1)
     for source, counts in report.sources.items():
         table.add_row(
             source,
+            f"{counts.files:,}",
             f"{counts.documents:,}",
             f"{counts.documents_skipped:,}",
             f"{counts.tokens:,}",
@@ -177,6 +178,7 @@ def source_table(report: BuildReport) -> Table:
     num_skipped = sum(skipped.documents for skipped in report.documents_skipped.values())
     table.add_row(
         "all",
+        f"{sum(source.files for source in report.sources.values()):,}",
         f"{text.documents:,}",
         f"{num_skipped:,}",
         f"{text.tokens:,}",
@@ -217,7 +219,7 @@ def remarks(report: BuildReport) -> list[str]:
         if skipped.documents and kind != "undecodable"
     ]
     if report.other_fields:
-        lines.append(f"fields with text in records without the text's field: {', '.join(report.other_fields)}")
+        lines.append(f"{FIELDS_FOUND}: {', '.join(report.other_fields)}")
     if report.undecodable.documents:
         lines.append(_line_on_undecodable(report))
     lines += remarks_on_shape(report)

@@ -85,7 +85,10 @@ class TokenCounts(Section):
 
 
 class SourceReport(TokenCounts):
-    """Counts of one source of a corpus: an input that the user gave, or a folder directly in such an input."""
+    """Counts of one source of a corpus: an input that the user gave, or a folder directly in such an input.
+
+    The files of a folder, or of a brace pattern, are counted together under its name; only their number is kept.
+    """
 
     files: int = Field(description="files read")
     bytes: int = Field(description="their size on disk")

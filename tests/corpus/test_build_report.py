@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from electra_dist.corpus.build_console import length_line, remarks
+from electra_dist.corpus.build_console import length_line, remarks, source_table
 from electra_dist.corpus.build_report import read_report
 from electra_dist.corpus.builder import join_parts, worker_stages
 from electra_dist.corpus.builder.build_corpus import build_corpus
@@ -305,6 +305,30 @@ def test_the_ten_files_with_most_losses_are_named_for_each_reason(
     assert f"{folder}/12.jsonl 13, {folder}/11.jsonl 12," in line
     assert line.endswith(f"{folder}/03.jsonl 4 and 3 files more")
     assert report.other_fields == {"data.text": 1, "title": 1}
+
+
+def test_a_source_is_an_input_as_it_was_given_and_all_its_files_are_counted_together(
+    build_request: RequestFactory, prose: Prose, tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    (folder / "wiki").mkdir(parents=True)
+    files = ["in/a.parquet", "in/b.parquet", "in/wiki/c.parquet", "alone.parquet", "x-0.parquet", "x-1.parquet"]
+    for seed, name in enumerate(files):
+        pyarrow.parquet.write_table(pyarrow.table({"text": prose(10 + seed, seed)}), tmp_path / name)
+    inputs = [folder, tmp_path / "alone.parquet", tmp_path / "x-{0..1}.parquet"]
+
+    report = build_corpus(build_request(inputs)).report
+
+    assert report is not None
+    assert {name: (counts.files, counts.documents_in) for name, counts in report.sources.items()} == {
+        f"{folder}": (2, 10 + 11),
+        f"{folder}/wiki": (1, 12),
+        f"{tmp_path}/alone.parquet": (1, 13),
+        f"{tmp_path}/x-{{0..1}}.parquet": (2, 14 + 15),
+    }
+    table = source_table(report)
+    assert table.columns[1].header == "files"
+    assert list(table.columns[1].cells) == ["1", "2", "1", "2", "6"]
 
 
 def test_text_in_a_nested_field_is_used_and_a_wrong_field_is_answered_with_those_that_exist(

@@ -123,6 +123,7 @@ def _sources(report: BuildReport, short_names: Mapping[str, str]) -> list[list[s
         [
             short_names[source],
             counts.licence or _NOT_STATED,
+            f"{counts.files:,}",
             f"{counts.documents:,}",
             f"{counts.documents_skipped:,}",
             f"{counts.tokens:,}",

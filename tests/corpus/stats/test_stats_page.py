@@ -167,6 +167,11 @@ def test_figures_are_aligned_to_the_right_and_text_to_the_left(text: str) -> Non
     assert re.search(r"<td>\.pdf</td><td class=\"figure\">1</td>", text)
 
 
+def test_the_table_of_sources_has_the_files_of_each_and_says_what_a_source_is(text: str) -> None:
+    assert re.search(r'<td class="figure" data-name="files">\d+</td>', text)
+    assert "A source is an input as it was given, or a folder directly in it; its files are counted together." in text
+
+
 def test_bars_have_their_numbers_and_become_logarithmic_where_one_hides_the_others() -> None:
     even = bar_chart("t", ["0", "1", "2", "3"], [0, 50, 100, 0])
     assert (even.bars, even.is_logarithmic) == ([("1", "50", 50.0), ("2", "100", 100.0)], False)
