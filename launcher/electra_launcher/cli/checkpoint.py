@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 
 Where = Annotated[str, typer.Argument(metavar="PATH", help="run folder, folder of checkpoints, or s3:// prefix")]
-Endpoint = Annotated[str | None, typer.Option(help="endpoint of an S3 service other than AWS, for an s3:// PATH")]
+Endpoint = Annotated[str | None, typer.Option(help="endpoint of the S3 service of an s3:// PATH; default: AWS")]
 _MAX_PARAMETERS_SHOWN = 40  # by `diff`
 _MAX_VALUE_CHARS = 60  # of a field of the state, in the output of `diff`
 

@@ -60,7 +60,10 @@ def export(
     ] = None,
     average: Annotated[
         str | None,
-        typer.Option(metavar="last:N", help="export the mean of the checkpoint's weights and the N - 1 before it"),
+        typer.Option(
+            metavar="last:N",
+            help="export the mean of the checkpoint's weights and the N - 1 before it; default: its own",
+        ),
     ] = None,
     license_id: Annotated[
         str, typer.Option("--license", help="licence of the weights for the model card, such as apache-2.0")

@@ -89,9 +89,12 @@ Settings = Annotated[
         "class_weights (docs/finetune.md lists all with their defaults)",
     ),
 ]
-TextA = Annotated[str | None, typer.Option(help="custom, pairs: column of the text; found if only one fits")]
-TextB = Annotated[str | None, typer.Option(help="custom, pairs: column of the second text")]
-Label = Annotated[str | None, typer.Option(help="custom: column of the label; found if only one fits")]
+TextA = Annotated[str | None, typer.Option(help="custom, pairs: column of the text; default: the one that fits")]
+TextB = Annotated[
+    str | None,
+    typer.Option(help="custom, pairs: column of the second text; default: none, or of pairs the one that fits"),
+]
+Label = Annotated[str | None, typer.Option(help="custom: column of the label; default: the one that fits")]
 KindOfLabel = Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")]
 Dev = Annotated[
     str | None, typer.Option(metavar="FILE", help="custom, pairs: table of development examples; default: in --data")
@@ -306,7 +309,9 @@ def predict(
         ),
     ] = None,
     text_a: Annotated[str | None, typer.Option(help="column of the text; default: that of the training data")] = None,
-    text_b: Annotated[str | None, typer.Option(help="column of the second text, for pairs")] = None,
+    text_b: Annotated[
+        str | None, typer.Option(help="column of the second text; default: that of the training data")
+    ] = None,
     label: Annotated[
         str | None,
         typer.Option(help="column of the label, or '' to score nothing; default: that of the training data"),

@@ -77,7 +77,9 @@ def minimal_pairs(
     ] = _Readout.token,
     tower: TowerOption = Tower.discriminator,
     vocab: Vocab = None,
-    output: Annotated[Path | None, typer.Option(help="JSON file to which the scores are written, too")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file to which the scores are written, too; default: none")
+    ] = None,
 ) -> None:
     """Print how often a model prefers a grammatical sentence to an ungrammatical one that differs little.
 
@@ -139,7 +141,8 @@ def _pairs_table(scores: Sequence[PairScore], name: str) -> Table:
 def compare(
     file: Annotated[Path, typer.Argument(help="YAML file of the comparison, such as configs/compare_cpu.yaml")],
     glue: Annotated[
-        Path | None, typer.Option(help="folder of the GLUE download, which contains CoLA/train.tsv and so on")
+        Path | None,
+        typer.Option(help="folder of the GLUE download, with CoLA/train.tsv and so on; default: `data` of each task"),
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="check everything and print the runs, but start none")] = False,
 ) -> None:

@@ -32,7 +32,7 @@ def plan(
     file: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="also estimate for 1, 2, 4, ... nodes, up to this number")
+        int | None, typer.Option(min=1, help="also estimate for 1, 2, 4, ... nodes, up to this number; default: one")
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU model; default: plan.gpu of the config")] = None,
     gpus_per_node: Annotated[
@@ -49,7 +49,8 @@ def plan(
         typer.Option(min=1, help="measured tokens per second of one GPU; default: its peak x plan.utilisation"),
     ] = None,
     gpu_hour_price: Annotated[
-        float | None, typer.Option(min=0, help="price of one GPU-hour, in any currency; adds the cost of the run")
+        float | None,
+        typer.Option(min=0, help="price of one GPU-hour, in any currency, for the cost of the run; default: none"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

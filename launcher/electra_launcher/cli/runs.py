@@ -99,7 +99,7 @@ def verify(
         typer.Option("--bytes", help="read every byte of corpus, tokenizer and checkpoints again, and check digests"),
     ] = False,
     endpoint_url: Annotated[
-        str | None, typer.Option(help="with --bytes: endpoint of an S3 service other than AWS, for an s3:// corpus")
+        str | None, typer.Option(help="with --bytes: endpoint of the S3 service of an s3:// corpus; default: AWS")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

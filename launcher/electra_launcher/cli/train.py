@@ -59,9 +59,14 @@ def train(
         ),
     ] = None,
     hostfile: Annotated[
-        Path | None, typer.Option(help="start on the hosts of this file, with lines such as `node1 slots=8`, by ssh")
+        Path | None,
+        typer.Option(
+            help="start by ssh on the hosts of this file, with lines such as `node1 slots=8`; default: on this machine"
+        ),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="take only the first hosts of the hostfile")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="take only the first hosts of the hostfile; default: all")
+    ] = None,
     accept_new_numerics: AcceptNewNumerics = False,
     show_command: Annotated[
         bool, typer.Option("--show-command", help="print the same start as a command of deepspeed, and start nothing")

@@ -11,8 +11,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from electra_launcher import pretrain
@@ -24,6 +25,8 @@ from electra_launcher.slurm import submit as slurm_submit
 from electra_launcher.slurm.batch_script import JobOptions
 from electra_launcher.supervise.supervisor import lock_node
 from support.hostile_text import HOSTILE, assert_shown
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from electra_dist.config import Config
@@ -144,6 +147,35 @@ for mistake in {MISTAKES!r}.replace(chr(10), ";").split(";"):
 def test_every_command_has_the_short_help_option(arguments: list[str]) -> None:
     shown = CliRunner().invoke(app, [*arguments, "-h"])
     assert shown.exit_code == 0 and "Usage:" in shown.stdout
+
+
+# Options that stand for an argument, or that are nothing unless they are given.
+NOTHING_UNLESS_GIVEN = {"--config", "--run", "--model", "--source", "--document", "--from", "--setup"}
+
+
+def test_the_help_of_every_option_says_what_holds_without_it() -> None:
+    """Flags, and options that may be repeated, are off and empty without a word."""
+
+    def commands_below(command: Any) -> Iterator[Any]:
+        if isinstance(command, main.LazyGroup):
+            for name, place in command._places.items():
+                yield from commands_below(main._import_command(name, *place))
+        elif isinstance(command, TyperGroup):
+            for inner in command.commands.values():
+                yield from commands_below(inner)
+        else:
+            yield command
+
+    checked = 0
+    for one in commands_below(get_command(app)):
+        for option in one.params:
+            name = option.opts[0]
+            if not name.startswith("--") or option.required or option.is_flag or option.multiple:
+                continue
+            checked += 1
+            is_shown = option.default is not None and option.show_default
+            assert is_shown or "default" in option.help.lower() or name in NOTHING_UNLESS_GIVEN, (one.name, name)
+    assert checked > 80
 
 
 def test_lines_of_progress_become_rarer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def build(
         str | None,
         typer.Option(
             help="build one of several parts, such as 2/4, on any machine that shares OUTPUT; all parts have the same "
-            "other options. `corpus merge OUTPUT` joins them"
+            "other options, and `corpus merge OUTPUT` joins them; default: the whole corpus"
         ),
     ] = None,
 ) -> None:

@@ -24,21 +24,23 @@ def plan(
     ] = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", help="text to plan for and to measure on, given as for `corpus build`"),
+        typer.Option(
+            "--input", help="text to plan for and to measure on, given as for `corpus build`; default: a made text"
+        ),
     ] = None,
     vocab: Annotated[
         Path | None, typer.Option(help="vocab.txt to measure with; default: a vocabulary is trained on the sample")
     ] = None,
     text_field: Annotated[str, typer.Option(help="JSON field or table column that holds the text")] = "text",
     prepare: Annotated[
-        Path | None, typer.Option(help="YAML file of `corpus prepare`; its stages are planned, too")
+        Path | None, typer.Option(help="YAML file of `corpus prepare`, whose stages are planned, too; default: none")
     ] = None,
     kept: Annotated[float, typer.Option(min=0.001, max=1, help="share of the text that --prepare keeps")] = 1.0,
     rates_file: Annotated[
         Path | None,
         typer.Option(
             "--rates",
-            help="JSON file with rates, also an output of --json; nothing is measured",
+            help="JSON file with rates, also an output of --json; default: they are measured on this machine",
         ),
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="measure again, even if rates were kept")] = False,
@@ -48,7 +50,8 @@ def plan(
     machines: Annotated[int, typer.Option(min=1, help="number of machines; each builds one part")] = 1,
     cores: Annotated[int, typer.Option(min=1, help="cores of a machine; one worker uses one core")] = 16,
     hours: Annotated[
-        float | None, typer.Option(min=0.001, help="wanted duration; prints how many machines are needed")
+        float | None,
+        typer.Option(min=0.001, help="wanted duration, for which the machines needed are printed; default: none"),
     ] = None,
     core_hour_price: Annotated[float, typer.Option(min=0, help="price of one core-hour, in any currency")] = 0.0,
     request_price: Annotated[float, typer.Option(min=0, help="price of 1,000 requests to S3")] = 0.0,
