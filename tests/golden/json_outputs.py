@@ -22,7 +22,7 @@ COMMANDS: dict[str, list[str]] = {
 }
 # Values of the machine or the moment; their keys stay, and show that there was a number or a text.
 _OF_THE_MOMENT = re.compile(
-    r"(^|_)(s|seconds|time|mfu|gb|host|node|version|python|torch|pid|age|load|free|cpu|goodput|commit|eta|loss|norm|auc|"
+    r"(^|_)(s|seconds|time|mfu|gb|host|node|version|python|torch|pid|age|load|free|cpu|goodput|commit|eta|loss|losses|norm|auc|"
     r"accuracy|precision|recall|entropy|scores?)$"
 )
 
