@@ -163,6 +163,12 @@ def test_no_new_sub_package_is_small(files: Graph):
     assert len([folder for folder, count in counts.items() if count < 4]) <= SMALL_FOLDERS
 
 
+def test_what_notebooks_use_imports_no_deepspeed_which_prints_warnings(files: Graph) -> None:
+    used = ["electra_dist/api.py", *reachable(files, ["electra_dist/api.py"])]
+    names = {name.split(".")[0] for file in used for name in imported_names(ROOT, file)}
+    assert "torch" in names and "deepspeed" not in names
+
+
 @pytest.mark.real_start
 def test_what_runs_on_a_login_node_or_beside_the_ranks_is_imported_without_torch_and_deepspeed():
     done = subprocess.run(

@@ -72,6 +72,16 @@ def test_help_and_completion_list_every_command_and_import_none_of_them() -> Non
     assert command(**completion, COMP_WORDS="electra-dist co").stdout.split() == ["corpus", "config", "compare"]
 
 
+def test_the_help_groups_the_commands_and_begins_with_train() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    headings = ("Train", "Before a run", "After a run", "Cluster")
+    places = [re.search(rf"^[^\w\n]+ {heading} ", shown, re.MULTILINE) for heading in headings]
+    begins = [place.start() for place in places if place]
+    assert len(begins) == len(headings) and begins == sorted(begins), shown
+    listed = re.findall(r"^\W+([a-z-]+)  ", shown[begins[0] :], re.MULTILINE)
+    assert listed[0] == "train" and listed.index("status") < listed.index("corpus") < listed.index("export")
+
+
 @pytest.mark.real_start
 def test_the_help_of_a_command_loads_nothing_that_only_its_work_needs() -> None:
     groups = [COMMANDS, *_CorpusCommands.groups.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -125,11 +126,14 @@ def test_a_run_that_ctrl_c_stops_goes_on_with_its_number_of_ranks_and_equals_one
     config = tiny_config("cut", **settings)
     run = config.with_suffix("")
     with open(tmp_path / "out", "wb") as out:
-        process = subprocess.Popen([*TRAIN, str(config), "--ranks", "2"], stdout=out, start_new_session=True)
+        command = [*TRAIN, str(config), "--ranks", "2"]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     wait_until(lambda: len(step_records(run)) >= 5, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
     assert process.wait(timeout=120) == 75, (tmp_path / "out").read_text()
-    assert (tmp_path / "out").read_text().endswith(f"to go on: electra-dist train {run}\n")
+    shown = (tmp_path / "out").read_text()
+    assert shown.endswith(f"to go on: electra-dist train {run}\n")
+    assert not re.search(r"Traceback|\[(INFO|WARNING)\]|ds_accelerator", shown), shown
     status = CliRunner().invoke(app, ["status", str(run)]).output
     assert "stopped (stop: interrupted (Ctrl-C)" in status, status
     why = CliRunner().invoke(app, ["why", str(run)]).output
