@@ -18,11 +18,12 @@ import bisect
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from electra_dist.errors import UserError
+
+if TYPE_CHECKING:  # Commands that encode no text answer sooner.
+    import tokenizers
 
 # Role of a special token, which is its name in BERT -> its names in common tokenizers, the preferred one first.
 _NAMES = {
@@ -133,6 +134,8 @@ class TokenizerJson:
         """Return the tokenizer.json of an exported model, as text; it puts [CLS] and [SEP] around each text.
         A post-processor that gives other rows or token types than this project is replaced.
         """
+        import tokenizers
+
         tokenizer = tokenizers.Tokenizer.from_str(self._text)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -189,6 +192,8 @@ def _ends_of_template(template: dict[str, Any], with_types: bool) -> tuple[str, 
 
 
 def _load(text: str, name: str) -> tokenizers.Tokenizer:
+    import tokenizers
+
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001  (the library raises plain Exceptions)

@@ -15,8 +15,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import tokenizers
-
 from electra_dist.tokenizer_json import one_text_error
 
 MAX_WORD_CHARS = 100
@@ -28,6 +26,8 @@ class WordPieceTokenizer:
 
     def __init__(self, ids: dict[str, int], lowercase: bool) -> None:
         """Take a vocab.txt's token ids; with `lowercase`, text is lower-cased and stripped of accents, as in BERT."""
+        import tokenizers  # not where only the vocabulary is read
+
         self.lowercase = lowercase
         model = tokenizers.models.WordPiece(
             ids, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS, continuing_subword_prefix="##"

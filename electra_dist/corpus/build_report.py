@@ -16,10 +16,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from electra_dist.config import Section
@@ -40,6 +38,10 @@ from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import find_document
 from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 REPORT_KEY = "build.json"
 NAMED_RATE = 0.05  # share of [UNK] from which on a source is named to the user
@@ -305,6 +307,8 @@ class UnknownTokens(NamedTuple):
 
 def unknown_tokens_of_rows(ids: NDArray[np.integer], special: Mapping[str, int]) -> UnknownTokens:
     """Count the tokens and the [UNK] in rows of token ids; `special` maps BERT's special tokens to their ids."""
+    import numpy as np  # not for `corpus info`, which only reads a report
+
     num_unknown = int(np.count_nonzero(ids == special["[UNK]"]))
     ends = [special[token] for token in ("[PAD]", "[CLS]", "[SEP]")]
     return UnknownTokens(int(np.count_nonzero(~np.isin(ids, ends))), num_unknown)

@@ -19,9 +19,8 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from electra_dist.config import Positive, Section
@@ -31,7 +30,11 @@ from electra_dist.store.interface import Store, check_key
 from electra_dist.store.json_file import canonical_json, find_document
 from electra_dist.tokenizer import SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
 
+if TYPE_CHECKING:  # Commands that only read a manifest answer sooner.
+    import numpy as np
+
 MANIFEST_KEY = "corpus.json"
+_BYTES_OF_ID = {"uint16": 2, "uint32": 4}
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -109,7 +112,7 @@ class CorpusManifest(Section):
         repeated = [name for name, count in count_by_name.items() if count > 1]
         if repeated:
             raise ValueError(f"shard {repeated[0]} is listed twice; each shard must be listed once")
-        row_bytes = self.seq_len * self.numpy_dtype.itemsize
+        row_bytes = self.seq_len * _BYTES_OF_ID[self.dtype]
         for shard in self.shards:
             if shard.rows * row_bytes > shard.bytes:
                 raise ValueError(
@@ -149,6 +152,8 @@ class CorpusManifest(Section):
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Return the NumPy type of the token ids in the shards, uint16 or uint32."""
+        import numpy as np
+
         return np.dtype(self.dtype)
 
     @functools.cached_property
@@ -162,6 +167,8 @@ def place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
 
     The elements of all parts are numbered one part after another; `counts` has the number of elements of each part.
     """
+    import numpy as np
+
     ends = np.cumsum(counts)
     part = int(np.searchsorted(ends, number, side="right"))
     return part, number - int(ends[part]) + counts[part]

@@ -93,16 +93,18 @@ def test_the_help_of_a_command_loads_nothing_that_only_its_work_needs() -> None:
 
 
 @pytest.mark.real_start
-def test_status_loads_no_module_that_only_asks_for_hardware() -> None:
-    """It is what a person waits for most often, so it loads what reads records, and builds only what it reads."""
+def test_status_and_corpus_info_load_only_what_reads_records() -> None:
+    """A person waits for them most often: no module that asks for hardware, computes or encodes texts."""
     program = (
         "import sys, electra_launcher.cli.status\n"
         "from electra_dist.run.records import Record\n"
         "print([name for name in ('psutil', 'pynvml') if name in sys.modules])\n"
         "print([kind.__name__ for kind in Record.__subclasses__() if kind.__pydantic_complete__])\n"
+        "import electra_dist.corpus.build_console, electra_dist.data.manifest, electra_dist.store.open_store\n"
+        "print([name for name in ('numpy', 'tokenizers', 'torch') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[]\n[]\n", done.stdout + done.stderr
+    assert done.stdout == "[]\n[]\n[]\n", done.stdout + done.stderr
 
 
 MISTAKES = """
