@@ -46,7 +46,6 @@ from electra_dist.data.manifest import (
     read_named_vocabulary,
     write_corpus_vocabulary,
 )
-from electra_dist.data.shard import parse_array
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.atomic_files import NamedDigest
 from electra_dist.store.interface import Store, in_parallel
@@ -286,6 +285,8 @@ class BuildRecords:
 
     def heldout_rows(self, bucket: FinishedBucket) -> np.ndarray:
         """Return the held-out rows of a bucket, [rows, seq_len] uint16 or uint32; its record must count some."""
+        from electra_dist.data.shard import parse_array  # loads torch, which `corpus merge` needs later than a path
+
         return self._read_named(_heldout_key(bucket.number, "npy"), bucket.heldout_sha256, parse_array)
 
     def heldout_origins(self, bucket: FinishedBucket) -> pyarrow.Table:
