@@ -113,7 +113,10 @@ def _naming_key(pages: Iterator[SourceDocument]) -> Iterator[SourceDocument]:
     try:
         yield from pages
     except UserError as error:
-        raise UserError(str(error).replace("set --text-field ", "set the source's text_field ")) from None
+        option = "set --text-field "
+        if option not in str(error):
+            raise  # such as StoreAway, which has an exit code of its own
+        raise UserError(str(error).replace(option, "set the source's text_field ")) from None
 
 
 class SourceDocument(NamedTuple):

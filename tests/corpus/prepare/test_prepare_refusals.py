@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from electra_dist.config.load import load_section
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
-from electra_dist.errors import UserError
+from electra_dist.errors import StoreAway, UserError
 
 Write = Callable[..., Path]
 
@@ -313,6 +313,18 @@ def test_a_wrong_text_field_of_a_source_names_the_fields_that_are_there(
     message = " ".join(str(done.exception or done.output).split())
     assert "the preparation keeps no document" in message
     assert "fields with text in records without the text's field (text_field): about.title, body" in message
+
+
+def test_storage_that_stays_away_is_told_from_a_wrong_file() -> None:
+    """The first one ends with 75, and the second one with 78."""
+    from electra_dist.corpus.prepare.read_sources import _naming_key
+
+    def pages() -> Iterator[Any]:
+        raise StoreAway("s3://texts: no answer")
+        yield
+
+    with pytest.raises(StoreAway):
+        list(_naming_key(pages()))
 
 
 def test_a_preparation_that_keeps_nothing_ends_with_78_and_names_the_steps(write: Write, tmp_path: Path) -> None:
