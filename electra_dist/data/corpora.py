@@ -2,7 +2,7 @@
 
 Guarantee: a run without `data.phases` has one phase. Shards and rows of all corpora are numbered one after another, in
 the order of the phases, and each shard knows the store that it is in. When a run starts, it is refused if its corpora
-do not fit together, or if a shard of a later corpus is missing.
+do not fit together, or if a shard is missing (`check_shards`).
 
 Limits: the bytes of a shard of a later corpus are verified only when the shard is first read, as for any corpus. How
 much of a corpus a run has used is estimated: rows of skipped steps are counted, too, and tokens are the number of rows
@@ -23,7 +23,7 @@ import numpy as np
 
 from electra_dist.config import Config, DataConfig
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, place_of, read_manifest
-from electra_dist.errors import ManifestMismatch, StoreMissing
+from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.open_store import open_store
@@ -187,16 +187,22 @@ class Corpora:
             ]
         return sizes
 
-    def check_shards_of_later_phases(self) -> None:
-        """Raise StoreMissing if a shard of a later phase is missing, which the run would notice only in that phase."""
-        for phase in self.phases[1:]:
-            keys = set(phase.store.list())
-            missing = [shard.name for shard in phase.manifest.shards if shard.name not in keys]
+    def check_shards(self) -> None:
+        """Raise ManifestMismatch if a shard is missing, which the run would notice only when it needs the shard.
+
+        One listing shows it; sizes are not asked for. The first corpus is passed over if it is on S3, because there
+        every rank's listing would be requests, and its shards are fetched ahead.
+        """
+        for number, phase in enumerate(self.phases):
+            names = [shard.name for shard in phase.manifest.shards]
+            if number == 0 and phase.store.local_path(names[0]) is None:
+                continue
+            missing = sorted({*names} - {*phase.store.list()})
             if missing:
-                raise StoreMissing(
-                    f"{phase.store.url}: {len(missing)} of the {len(phase.manifest.shards)} shards that the run needs "
-                    f"from step {phase.from_step} on are missing, such as {missing[0]}; restore them, or correct "
-                    f"data.phases"
+                raise ManifestMismatch(
+                    f"{phase.store.url}: {len(missing)} of the {len(names)} shards that the run needs from step "
+                    f"{phase.from_step} on are missing, such as {missing[0]}; restore them from a copy, or delete "
+                    "this corpus and build it again (the same text and settings give the same rows)"
                 )
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # Commands that only read a manifest answer sooner.
 
 MANIFEST_KEY = "corpus.json"
 _BYTES_OF_ID = {"uint16": 2, "uint32": 4}
+_HELDOUT = "heldout"  # folder of the held-out corpus, inside that of the training corpus
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -176,7 +177,7 @@ def place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
 
 def heldout_of(location: str) -> str:
     """Return where a build puts the held-out corpus of the corpus in the folder or prefix `location`."""
-    return location.rstrip("/") + "/heldout"
+    return f"{location.rstrip('/')}/{_HELDOUT}"
 
 
 def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
@@ -188,6 +189,12 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
     next_step = "restore corpus.json or build the corpus again"
     manifest = find_document((store, MANIFEST_KEY), CorpusManifest, next_step, ManifestMismatch)
     if manifest is None:
+        corpus, _, folder = store.url.rpartition("/")
+        if folder == _HELDOUT:  # a build into this folder would put the rows of the training corpus there
+            raise StoreMissing(
+                f"{url}: no held-out corpus; restore {store.url} from a copy, or delete the corpus {corpus} and build "
+                "it again, which makes both (the same text and settings give the same rows), or name another corpus"
+            )
         is_relative = "://" not in url and not os.path.isabs(url)
         place = f" (relative to the current folder, {os.getcwd()})" if is_relative else ""
         raise StoreMissing(
@@ -197,6 +204,18 @@ def read_manifest(store: Store, key: str = "data.corpus") -> CorpusManifest:
     if not manifest.shards:
         raise UserError(f"{url}: the corpus has no shards; build it again from more text")
     return manifest
+
+
+def check_files(store: Store, manifest: CorpusManifest) -> None:
+    """Raise ManifestMismatch if a shard is missing or has another size than corpus.json lists; no shard is read."""
+    sizes = store.sizes()
+    bad = [shard.name for shard in manifest.shards if sizes.get(shard.name) != shard.bytes]
+    if bad:
+        raise ManifestMismatch(
+            f"{store.url}: {len(bad)} of {len(manifest.shards)} shards are missing or have another size than "
+            f"{MANIFEST_KEY} lists, such as {bad[0]}; restore them from a copy, or delete the corpus and build it "
+            "again (the same text and settings give the same rows)"
+        )
 
 
 def write_manifest(store: Store, manifest: CorpusManifest) -> None:

@@ -114,14 +114,13 @@ def check_inputs(
 def open_training_corpora(config: Config, patience: Patience | None = None) -> tuple[Config, Corpora, list[str]]:
     """Open `data.corpus` and the corpora of `data.phases`, and check that they fit the config and one another.
 
-    The config is returned with the size of their vocabulary, and log lines about it. All shards of the later corpora
-    must exist, because the run would notice a missing shard only when it reads it.
+    The config is returned with the size of their vocabulary, and log lines about it.
     """
     corpora = open_corpora(config.data, patience)
     config, notes = with_corpus_vocabulary(config, corpora.phases[0].manifest)
     for named, phase in zip(config.data.training_corpora(), corpora.phases, strict=True):
         check_corpus_fits(named.key, named.url, phase.manifest, config.data, config.model.vocab_size)
-    corpora.check_shards_of_later_phases()
+    corpora.check_shards()
     return config, corpora, notes
 
 
@@ -146,13 +145,14 @@ def remarks_on_corpora(config: Config, corpora: Corpora, begins: bool) -> list[s
 
 
 def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -> Corpora:
-    """Open the held-out corpus; raise ManifestMismatch if its tokenizer is not that of the training corpus."""
+    """Open the held-out corpus; raise ManifestMismatch if its tokenizer is another, or if the run trains on it."""
     assert config.data.heldout
     store = open_store(config.data.heldout, config.data.endpoint_url, patience)
     try:
         manifest = read_manifest(store, "data.heldout")
     except StoreMissing:
-        if config.data.heldout != heldout_of(config.data.corpus):
+        is_lost = bool(corpora.phases[0].manifest.totals.get("documents_heldout"))
+        if is_lost or config.data.heldout != heldout_of(config.data.corpus):
             raise
         raise StoreMissing(  # a build makes both corpora, so the advice to build this one would be wrong
             f"data.heldout {config.data.heldout}: {config.data.corpus} has no held-out rows; build the corpus again "
@@ -167,7 +167,17 @@ def _open_heldout(config: Config, corpora: Corpora, patience: Patience | None) -
             f"{config.data.corpus} ({training_tokenizer}); build data.heldout again with the vocab.txt and the casing "
             f"of data.corpus"
         )
-    return Corpora.of(store, manifest)
+    digests = {shard.sha256 for shard in manifest.shards}
+    for phase in corpora.phases:
+        shared = [shard.name for shard in phase.manifest.shards if shard.sha256 in digests]
+        if shared:
+            raise ManifestMismatch(
+                f"data.heldout {config.data.heldout} has rows that the run trains on: {shared[0]} of {phase.url}; "
+                "name the held-out corpus that the build of the training corpus has made, or set data.heldout=null"
+            )
+    heldout = Corpora.of(store, manifest)
+    heldout.check_shards()
+    return heldout
 
 
 def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) -> None:

@@ -155,9 +155,14 @@ def test_a_corpus_that_is_used_twice_or_is_missing_is_refused(corpora: Path) -> 
         open_corpora(data_of(corpora, ("nothing", 5)))
 
 
-def test_a_shard_that_a_later_phase_needs_is_missed_at_the_start(corpora: Path) -> None:
+def test_a_missing_shard_of_any_phase_is_missed_at_the_start(corpora: Path) -> None:
     opened = open_corpora(data_of(corpora, ("b", 5)))
-    opened.check_shards_of_later_phases()
+    opened.check_shards()
     (corpora / "b" / "shard-000001.tar").unlink()
-    with pytest.raises(StoreMissing, match=r"b: 1 of the 2 .* from step 5 on are missing, such as shard-000001.tar"):
-        opened.check_shards_of_later_phases()
+    with pytest.raises(
+        ManifestMismatch, match=r"b: 1 of the 2 .* from step 5 on are missing, such as shard-000001.tar"
+    ):
+        opened.check_shards()
+    (corpora / "a" / "shard-000000.tar").unlink()
+    with pytest.raises(ManifestMismatch, match=r"a: 1 of the . .* from step 0 on are missing, .*build it again"):
+        opened.check_shards()

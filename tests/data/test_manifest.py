@@ -127,6 +127,32 @@ def test_a_casing_that_the_build_did_not_have_is_refused_before_a_run(tmp_path: 
         assert "\n" not in str(caught.value)
 
 
+def test_a_lost_heldout_corpus_and_rows_that_the_run_trains_on_are_refused(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    write_corpus(str(corpus), [20, 10])
+    tree = json.loads((corpus / "corpus.json").read_text())
+    (corpus / "corpus.json").write_text(json.dumps({**tree, "totals": {"documents_heldout": 3}}))
+    config = Config.model_validate(tiny_tree(tmp_path / "run", str(corpus)))
+    with pytest.raises(
+        StoreMissing, match=r"no held-out corpus; restore .*, or delete the corpus .*/corpus and build"
+    ):
+        check_inputs(config, world_size=1)
+
+    write_corpus(str(corpus / "heldout"), [20])  # what a build of the same text into that folder gives
+    with pytest.raises(ManifestMismatch, match=r"rows that the run trains on: shard-000000\.tar of .*/corpus; name"):
+        check_inputs(config, world_size=1)
+    write_corpus(str(corpus / "heldout"), [20], seed=9)
+    check_inputs(config, world_size=1)
+    phases = {"data.phases": [{"corpus": f"{corpus}/heldout", "from_step": 5}]}
+    phased = Config.model_validate(tiny_tree(tmp_path / "run", str(corpus), **phases))
+    with pytest.raises(ManifestMismatch, match=r"rows that the run trains on: shard-000000\.tar of .*/heldout"):
+        check_inputs(phased, world_size=1)
+
+    (corpus / "shard-000001.tar").unlink()
+    with pytest.raises(ManifestMismatch, match=r"1 of the 2 shards .* missing, such as shard-000001\.tar; restore"):
+        check_inputs(config, world_size=1)
+
+
 def test_missing_manifest_and_one_that_is_not_json_are_refused(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     with pytest.raises(StoreMissing, match=r"no finished corpus.*electra-dist corpus build"):

@@ -39,6 +39,7 @@ from electra_dist.data.manifest import (
     CorpusManifest,
     ShardEntry,
     TokenizerEntry,
+    check_files,
     heldout_of,
     read_manifest,
     write_manifest,
@@ -78,14 +79,18 @@ class JoinedCorpus:
 def take_joined(output: str, endpoint_url: str | None) -> JoinedCorpus:
     """Return a corpus that is finished already, and delete records of its build that are still in progress/.
 
-    A build or merge that is killed after it has written corpus.json leaves its records there.
+    A build or merge that is killed after it has written corpus.json leaves its records there. Raises UserError if the
+    held-out corpus or a shard is missing.
     """
     store = open_store(output, endpoint_url)
     manifest = read_manifest(store)
     BuildRecords(store).clear()
+    check_files(store, manifest)
     heldout = None
     if manifest.totals.get("documents_heldout"):
-        heldout = read_manifest(open_store(heldout_of(output), endpoint_url))
+        heldout_store = open_store(heldout_of(output), endpoint_url)
+        heldout = read_manifest(heldout_store)
+        check_files(heldout_store, heldout)
     return JoinedCorpus(
         manifest=manifest,
         heldout=heldout,

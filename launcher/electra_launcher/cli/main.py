@@ -107,6 +107,19 @@ class LazyGroup(TyperGroup):
         return name, _import_command(name, *self._places[name]), remaining
 
 
+class _Command(TyperCommand):
+    """Command that refuses an option with a single value that is given twice; only the last one would count."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for option in given:
+            takes_one_value = option.param_type_name == "option" and not (option.multiple or option.is_flag)
+            if takes_one_value and given.count(option) > 1 and not ctx.resilient_parsing:
+                raise typer.BadParameter("given more than once, but it takes one value", ctx=ctx, param=option)
+        return super().parse_args(ctx, args)
+
+
 def _import_command(name: str, module: str, attribute: str) -> Any:
     """Import a command, which is a Typer application (as `corpus` is) or a function (as `status` is)."""
     function_or_app = getattr(import_module(module), attribute)
@@ -115,6 +128,8 @@ def _import_command(name: str, module: str, attribute: str) -> Any:
     else:
         command_app = typer.Typer(add_completion=False)
         command_app.command(name)(function_or_app)
+    for registered in command_app.registered_commands:
+        registered.cls = _Command
     command = typer.main.get_command(command_app)
     command.name = name
     return command

@@ -27,7 +27,7 @@ from electra_dist.checkpoint.reader import verify as verify_checkpoint
 from electra_dist.console import Console
 from electra_dist.corpus.origins import ORIGINS_KEY, open_origins
 from electra_dist.data.corpora import open_corpora
-from electra_dist.data.manifest import MANIFEST_KEY, ShardEntry, read_corpus_vocabulary
+from electra_dist.data.manifest import MANIFEST_KEY, ShardEntry, heldout_of, read_corpus_vocabulary
 from electra_dist.data.manifest import read_manifest as read_corpus
 from electra_dist.errors import TornCheckpoint, UserError
 from electra_dist.pretrained.weights import read_run_vocabulary
@@ -108,8 +108,11 @@ def _parts(path: str, endpoint_url: str | None, temporary: Path) -> Iterator[Par
         return
     store = open_store(path, endpoint_url)
     yield from _corpus_parts(store, None, temporary)
-    heldout = open_store(f"{path.rstrip('/')}/heldout", endpoint_url)
-    if heldout.exists(MANIFEST_KEY):
+    heldout = open_store(heldout_of(path), endpoint_url)
+    is_built = heldout.exists(MANIFEST_KEY)
+    with contextlib.suppress(UserError):  # a damaged corpus.json is a part of its own
+        is_built = is_built or bool(read_corpus(store).totals.get("documents_heldout"))
+    if is_built:  # if it is missing since, its corpus.json counts as bad
         yield from _corpus_parts(heldout, None, temporary)
 
 

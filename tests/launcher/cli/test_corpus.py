@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import webdataset
 import yaml
+from electra_launcher.cli.main import app as whole_app
 from electra_launcher.cli.main import corpus_app as app
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner
@@ -89,6 +90,52 @@ def test_build_reports_what_it_reads_and_leaves_out_and_info_shows_it_again(
         assert "read: .md" in output
         assert "wiki" in output
         assert lines[-3] in output, "the fingerprint"
+
+
+def test_a_finished_corpus_that_has_lost_files_says_what_to_do(config: Path, text: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "c"
+    command = ["build", "--input", text, "--output", corpus, "--config", config, "--workers", 1]
+    command += ["--set", "corpus.heldout_fraction=0.3"]
+    run(*command)
+    files = {path: path.read_bytes() for path in corpus.rglob("*") if path.is_file()}
+    shard, manifest = corpus / "shard-000000.tar", corpus / "heldout" / "corpus.json"
+    what_to_do = {
+        shard: r"1 of 1 shards are missing .*shard-000000\.tar; restore .*or delete the corpus and build it again",
+        manifest: r"no held-out corpus; restore .*, or delete the corpus .*/c and build it again, which makes both",
+    }
+    for lost, message in what_to_do.items():
+        lost.unlink()
+        for again in (command, ["info", corpus], ["merge", corpus], [*command, "--part", "1/1"]):
+            with pytest.raises(UserError, match=message):
+                run(*again)
+        checked = CliRunner().invoke(whole_app, ["verify", "--bytes", str(corpus)])
+        assert f"BAD: {lost}: " in checked.output
+        lost.write_bytes(files[lost])
+    assert "already built, nothing to do" in run(*command)
+    assert {path: path.read_bytes() for path in corpus.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("corpus build --input in --output c --config f --text-field a --text-field=b", "--text-field"),
+        ("checkpoint verify run --step 1 --step 2", "--step"),
+        ("train run --gpus 1 --ranks 2", "--gpus"),
+    ],
+)
+def test_an_option_of_one_value_that_is_given_twice_is_refused(command: str, option: str) -> None:
+    result = CliRunner().invoke(whole_app, command.split())
+    assert result.exit_code == 2
+    assert option in result.output and "given more than once" in result.output
+
+
+def test_records_without_the_texts_field_are_followed_by_what_to_do(config: Path, tmp_path: Path) -> None:
+    records = [{"text": "one two three"}] * 30 + [{"body": "four five six"}] * 30
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    command = ["build", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "c", "--config", config]
+    output = " ".join(run(*command, "--workers", 1, "--set", "model.vocab_size=60").split())
+    assert "records without the text's field: body; all inputs of a build have one --text-field" in output
+    assert "corpus prepare" in output
 
 
 def test_info_of_an_indexed_corpus_has_no_report_and_of_an_unfinished_one_is_an_error(

@@ -48,7 +48,10 @@ Overrides = Annotated[
 ]
 TextField = Annotated[
     str,
-    typer.Option(help="JSON field, column of a table, or ending of members of a tar or zip, that holds the text"),
+    typer.Option(
+        help="JSON field, column of a table, or ending of members of a tar or zip, that holds the text in all inputs; "
+        "where it differs between them, `corpus prepare` takes a text_field for each source"
+    ),
 ]
 
 
@@ -136,11 +139,13 @@ def _build_part(request: BuildRequest, part: Part, console: Console) -> None:
     """Build one of several parts of a corpus, and print how to join them."""
     from electra_dist.corpus.build_console import BuildConsole
     from electra_dist.corpus.builder.build_corpus import build_part
+    from electra_dist.corpus.builder.join_parts import take_joined
 
     output = request.output
     with resumable(_KEPT):
         resumed_shards = build_part(request, part, BuildConsole(console))
     if resumed_shards is None:
+        take_joined(output, request.endpoint_url)
         console.print(f"{output}: already built, nothing to do", soft_wrap=True)
         return
     console.print(
@@ -225,19 +230,27 @@ def info(
     corpus: Corpus,
     endpoint_url: EndpointUrl = None,
 ) -> None:
-    """Show the size of a finished corpus, and what its build has read and left out (build.json)."""
+    """Show the size of a finished corpus, and what its build has read and left out (build.json).
+
+    Exit code 78: the held-out corpus or a shard is missing; `verify --bytes CORPUS` reads every byte.
+    """
     from electra_dist.corpus.build_console import plural, summary
     from electra_dist.corpus.build_report import read_report
-    from electra_dist.data.manifest import heldout_of, read_manifest
+    from electra_dist.data.manifest import check_files, heldout_of, read_manifest
+    from electra_dist.errors import StoreMissing
     from electra_dist.store.open_store import open_store
 
     store = open_store(corpus, endpoint_url)
     manifest = read_manifest(store)
     console = open_console(soft_wrap=False)
+    heldout_fault = None
     if "documents_in" in manifest.totals:  # an indexed corpus has no counts of documents
         heldout_totals = None
         if manifest.totals["documents_heldout"]:
-            heldout_totals = read_manifest(open_store(heldout_of(corpus), endpoint_url)).totals
+            try:
+                heldout_totals = read_manifest(open_store(heldout_of(corpus), endpoint_url)).totals
+            except StoreMissing as error:
+                heldout_fault = error
         console.print(summary(manifest.totals, heldout_totals, manifest.seq_len))
     _print_report(read_report(store), console)
     console.print(
@@ -246,6 +259,9 @@ def info(
         soft_wrap=True,
     )
     console.print(f"fingerprint {manifest.fingerprint}", soft_wrap=True)
+    check_files(store, manifest)
+    if heldout_fault is not None:
+        raise heldout_fault
 
 
 def index(
