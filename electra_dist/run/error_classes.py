@@ -334,15 +334,15 @@ def decisive(findings: Iterable[tuple[int, Finding]]) -> tuple[int, Finding] | N
     """Return the rank whose end explains why all ranks ended, with its finding; None if there are no findings.
 
     Ranks that ended only because another one did are considered last. Among the others, the class that comes first in
-    `CLASSES` wins, then the finding that comes first.
+    `CLASSES` wins, then a finding with a line, because one rank prints what all ranks refuse, then the first finding.
     """
     found = list(findings)
     causes = [item for item in found if not item[1].error.is_consequence]
     order = [error.name for error in CLASSES]
 
-    def place(item: tuple[int, Finding]) -> int:
+    def place(item: tuple[int, Finding]) -> tuple[int, bool]:
         name = item[1].error.name
-        return order.index(name) if name in order else len(order)
+        return (order.index(name) if name in order else len(order), not item[1].line)
 
     return min(causes or found, key=place, default=None)
 

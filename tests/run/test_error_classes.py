@@ -264,6 +264,9 @@ def test_the_rank_that_failed_first_explains_the_end_of_all() -> None:
     assert decisive([*peers, killed, cause]) == cause
     assert decisive([*peers, killed]) == killed
     assert decisive(peers) == peers[0]
+    silent, speaking = (0, classify(78, "")), (1, classify(78, "error: c: a shard is missing\n"))
+    assert decisive([silent, speaking]) == speaking, "one rank prints what all of them refuse"
+    assert decisive([silent]) == silent
     assert decisive([]) is None
 
 

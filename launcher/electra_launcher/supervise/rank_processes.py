@@ -8,7 +8,8 @@ Guarantees:
 - `kill` ends all processes of this start of the ranks, and those that earlier starts left running: all of them have
   the environment variable MARK with the same value.
 - What a rank writes to stderr goes to the supervisor's stderr, and its last 64 KiB are kept: they tell why it ended. A
-  rank whose supervisor has ended writes to nobody, and goes on.
+  rank whose supervisor has ended writes to nobody, and goes on. A traceback and C++ frames are held back until
+  `show_ends`, at most 10 s in silence: of ranks that ended because another one did, they would bury the cause.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import hashlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -41,6 +43,8 @@ _STACK_WAIT_S = 3.0  # how long `stacks` waits until all ranks have written thei
 _STACK_QUIET_S = 0.3  # a rank writes its stacks, the main thread's last, without a longer pause
 _KILL_WAIT_S = 30.0  # how long `kill_marked` repeats SIGKILL before it gives up
 _OUTPUT_BYTES = 1 << 16  # how much of the end of a rank's stderr is kept
+_END_S = 10.0  # how long a traceback is held back if the rank writes nothing else
+_BEGINS_END = re.compile(rb"^.*(Traceback \(most recent call last\):|Exception raised from |frame #0: )", re.MULTILINE)
 _LAST_OUTPUT_S = 2.0  # how long `close` waits for the output of a rank that has ended
 _IGNORE_SIGNALS = 'trap "" TERM USR1 USR2; exec "$@"'  # An ignored signal stays ignored across exec.
 _ENDS_ON_PURPOSE = (EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR)
@@ -92,6 +96,12 @@ class RankProcesses:
     def outputs(self) -> dict[int, str]:
         """Return rank -> the last 64 KiB that it has written to stderr; call it after `close`."""
         return {rank: output.text() for rank, output in self._outputs.items()}
+
+    def show_ends(self, hidden: Collection[int] = ()) -> None:
+        """Write the tracebacks that were held back to stderr, but not those of the ranks `hidden`; after `close`."""
+        for rank, output in self._outputs.items():
+            if rank not in hidden:
+                _write_to_stderr(output.held)
 
     def codes(self) -> dict[int, int]:
         """Return rank -> exit code of the ranks that have ended; -N for a rank that signal N has ended."""
@@ -226,26 +236,45 @@ def _short_call(line: str) -> str:
 
 
 class _Output(threading.Thread):
-    """Thread that passes on what a rank writes to stderr, and keeps the last 64 KiB of it."""
+    """Thread that passes on what a rank writes to stderr but tracebacks, and keeps the last 64 KiB of it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         super().__init__(name=f"stderr-{process.pid}", daemon=True)
         assert process.stderr is not None
         self._pipe = process.stderr
         self._kept = b""
+        self.held = b""  # from the first line of a traceback on, which was not shown yet
         self.start()
 
     def run(self) -> None:
         """Read until the rank closes its stderr, even if the supervisor's own fails: the rank would block."""
+        descriptor = self._pipe.fileno()
         with self._pipe:
-            while data := os.read(self._pipe.fileno(), _OUTPUT_BYTES):
+            while True:
+                is_silent = self.held and not select.select([descriptor], [], [], _END_S)[0]
+                if is_silent or len(self.held) > _OUTPUT_BYTES:
+                    _write_to_stderr(self.held)
+                    self.held = b""
+                data = os.read(descriptor, _OUTPUT_BYTES)
+                if not data:
+                    return
                 self._kept = (self._kept + data)[-_OUTPUT_BYTES:]
-                with contextlib.suppress(OSError):
-                    while data:
-                        data = data[os.write(2, data) :]
+                begin = _BEGINS_END.search(data)
+                shown = len(data) if begin is None else begin.start()
+                if not self.held:
+                    _write_to_stderr(data[:shown])
+                    data = data[shown:]
+                self.held += data
 
     def text(self) -> str:
         return self._kept.decode(errors="replace")
+
+
+def _write_to_stderr(data: bytes) -> None:
+    """Write to this process's stderr; a failure is ignored."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
 
 
 class _StackFile:

@@ -124,6 +124,14 @@ class FailedStart:
     num_killed_for_memory: int  # processes of this node that the kernel killed meanwhile
     global_batch: int  # rows of a step
 
+    def findings(self) -> dict[int, Finding]:
+        """Return why each rank of this node has ended that did not end well, by its exit code and its output."""
+        return {
+            rank: classify(code, self.outputs.get(rank, ""), self.num_killed_for_memory)
+            for rank, code in sorted(self.codes.items())
+            if code != EXIT_DONE
+        }
+
     def positions_of(self, rank: int, step: int) -> list[int]:
         """Return the positions, in the run's order of rows, of the first and the last row of `rank` in `step`."""
         num_rows = self.global_batch // self.placement.num_ranks
@@ -139,11 +147,7 @@ def explain(start: FailedStart, beats: Sequence[Beat], earlier: Sequence[Failure
     """
     # The heartbeats of this node's ranks in this start; the others are of other nodes or of an earlier start.
     newest = {beat.rank: beat for beat in beats if start.pids.get(beat.rank) == beat.pid}
-    findings = {
-        rank: classify(code, start.outputs.get(rank, ""), start.num_killed_for_memory)
-        for rank, code in sorted(start.codes.items())
-        if code != EXIT_DONE
-    }
+    findings = start.findings()
     if start.is_hung and newest:
         behind = min(newest, key=lambda rank: (newest[rank].step, newest[rank].time))
         findings = {behind: Finding(error=HANG)}

@@ -38,7 +38,7 @@ from electra_dist.errors import (
     UserError,
 )
 from electra_dist.escapes import printable
-from electra_dist.run.failures import Failure, read_failures, record_failure
+from electra_dist.run.failures import Failure, output_file, read_failures, record_failure
 from electra_dist.run.folder import MEETING_DIR, STOP_FILE
 from electra_dist.run.heartbeat import delete_preflight_heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
@@ -249,9 +249,12 @@ class Supervisor:
             why = "SIGINT received twice: ended without a save; the next start goes on from the newest checkpoint"
             self._record_end_without_save(ranks.pids(), why)
             return StartOutcome(code=EXIT_STOPPED, why=why)
+        consequences: list[int] = []
         has_failed = result.code not in (EXIT_DONE, EXIT_STOPPED) or result.ends_alone
         if has_failed and not self._signals.number:
-            self._explain_failure(ranks, end.codes, why_killed == "hung", kills_for_memory() - num_killed_before)
+            num_killed = kills_for_memory() - num_killed_before
+            consequences = self._explain_failure(ranks, end.codes, why_killed == "hung", num_killed)
+        ranks.show_ends(hidden=consequences)
         if why_killed and result.code == EXIT_CRASH:
             return StartOutcome(code=EXIT_CRASH, why=f"{result.why} ({why_killed})")
         return result
@@ -292,8 +295,11 @@ class Supervisor:
 
     def _explain_failure(
         self, ranks: RankProcesses, codes: Mapping[int, int], is_hung: bool, num_killed_for_memory: int
-    ) -> None:
-        """Find out, record and log why the ranks of this node failed; a disk that stays unusable is ignored."""
+    ) -> list[int]:
+        """Find out, record and log why the ranks of this node failed; a disk that stays unusable is ignored.
+
+        Returns the ranks that ended only because another one did, and whose output is in a file.
+        """
         start = FailedStart(
             name=self._meeting.hang_folder().name,
             placement=self._placement,
@@ -312,10 +318,20 @@ class Supervisor:
             ]
             failure = explain(start, read_heartbeats(self._run_dir), earlier)
             if failure is None:
-                return
+                return []
             self._failure = failure
             self.log(f"{failure.description}{': ' if failure.line else ''}{failure.line}")
             record_failure(self._run_dir, self._placement.node, failure, start.outputs, patience=self._patience)
+            if failure.kind.is_consequence:
+                return []
+            consequences = [rank for rank, finding in start.findings().items() if finding.error.is_consequence]
+            for rank in consequences[:1]:
+                self.log(
+                    f"{len(consequences)} of {len(self._placement.ranks)} ranks ended because of this one; what rank "
+                    f"{rank} wrote: {output_file(self._run_dir, rank)}"
+                )
+            return consequences
+        return []
 
     def _strike_node_at_fault(self) -> str:
         """Record and return the fault of this node that the output of its failed ranks shows; return "" for none."""

@@ -66,6 +66,10 @@ def test_a_rank_that_a_signal_from_outside_ends_is_started_again(
         run.wait(lambda: len(read_failures(run_dir)) >= 2)  # the same twice
         (run_dir / "bug").unlink()
         assert run.end() == 0, run.story()
+        # The traceback of the other rank, which only lost its peer, would bury the cause.
+        assert "Traceback" not in run.output.read_text()
+        assert f"1 of 2 ranks ended because of this one; what rank 0 wrote: {output_file(run_dir, 0)}" in run.story()
+    assert "connection reset by peer" in output_file(run_dir, 0).read_text()
     failures = read_failures(run_dir)
     assert {(failure.rank, failure.code, failure.error, failure.repeated) for failure in failures} == {
         (1, code, "killed", False)
