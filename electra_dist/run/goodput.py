@@ -79,9 +79,10 @@ class Goodput:
 def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Goodput:
     """Split the wall-clock time of a run, up to its last event, by activity.
 
+    A start of a finished run that has trained nothing does not count, nor does the pause before it.
     Without `jobs` (slurm/jobs.jsonl), `queue` and `boot` are 0 and the time between two starts counts as `down`.
     """
-    run_starts = starts(ledger)
+    run_starts = _starts_that_train(starts(ledger))
     if not run_starts:
         return Goodput()
     job_links = links(jobs)
@@ -106,6 +107,16 @@ def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Go
     wall_s = run_starts[-1].last - min(run_starts[0].began, first_submission)
     down_s = max(0.0, wall_s - math.fsum(parts.values()))
     return Goodput(**parts, down=down_s, steps_lost=step_times.num_lost, starts=len(run_starts))
+
+
+def _starts_that_train(run_starts: Sequence[Start]) -> list[Start]:
+    """Leave out the starts of a finished run that had nothing to train: the run's time ended before them."""
+    kept: list[Start] = []
+    for start in run_starts:
+        was_finished = bool(kept) and kept[-1].ended_by == "done"
+        if start.num_steps or not was_finished:
+            kept.append(start)
+    return kept
 
 
 def _queue_and_boot_of_starts(starts: Sequence[Start], links: Sequence[Link]) -> list[tuple[float, float]]:

@@ -42,6 +42,19 @@ def test_every_second_of_a_simulated_run_is_attributed_to_its_true_activity(
     assert interruptions(run.ledger) == num_interruptions
 
 
+@pytest.mark.parametrize("with_jobs", [True, False])
+def test_a_start_of_a_finished_run_that_trains_nothing_does_not_lower_the_goodput(with_jobs: bool):
+    run = Simulation()
+    run.job(30, "done")
+    first = goodput(run.ledger, run.jobs if with_jobs else [])
+    run.now += 3600.0
+    run.job(0, "done")
+    assert goodput(run.ledger, run.jobs if with_jobs else []) == first
+    run.now += 3600.0
+    run.job(10, "done")  # the config was given more steps
+    assert goodput(run.ledger, run.jobs if with_jobs else []).useful > first.useful
+
+
 def test_without_job_records_the_gap_between_two_starts_is_down_time():
     """Without Slurm's records nobody knows which part of the gap was the queue and which the boot of the job."""
     run = Simulation()

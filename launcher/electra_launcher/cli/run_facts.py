@@ -263,10 +263,10 @@ def facts(seen: Gathered) -> dict[str, Any]:
     is_living = seen.state == "living"
     account = goodput(seen.ledger, seen.jobs)
     last, evaluation, checkpoint = seen.last, seen.last_eval, seen.newest_checkpoint
-    step = last.step if last else 0
-    for event in seen.ledger:
-        if event.event == "done":
-            step = max(step, event.step)
+    # Not every step is logged: the end of the run and the newest save may know a later one.
+    known_by_events = [event.step for event in seen.ledger if event.event == "done"]
+    known_by_events += [event.step for event in seen.ledger[-1:] if event.event in ("checkpoint", "resume", "stop")]
+    step = max([last.step if last else 0, *known_by_events])
     starts_by_jobs = links(seen.jobs)
     newest_nodes = starts_by_jobs[-1].begin.nodes.split(",") if starts_by_jobs else []
     nodes_out = [out for out in seen.queue.out if out.node in newest_nodes] if seen.queue else []
@@ -311,7 +311,7 @@ def _remaining_s(seen: Gathered, step: int) -> float | None:
 
 def _owner(lease: HeldLease | None) -> dict[str, Any] | None:
     """Return the process that holds the run folder's lease (the right to train in it), or None if nobody does."""
-    if lease is None:
+    if lease is None or lease.owner_has_ended:
         return None
     names = ("holder", "host", "pid", "since", "slurm_job")
     return {**{name: getattr(lease.owner, name) for name in names}, "renewed": lease.renewed}

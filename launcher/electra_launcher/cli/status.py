@@ -23,7 +23,7 @@ def lines(seen: Gathered) -> list[str]:
     checkpoint = seen.newest_checkpoint
     page = [
         f"run {known['run']}: {known['state']}{reason}",
-        f"  step        {_progress(known)}",
+        f"  step        {_progress(known, seen)}",
         *_phase_lines(seen, known["step"]),
         f"  checkpoint  {f'step {checkpoint.step:,}, {seen.age(checkpoint)} old' if checkpoint else 'none yet'}",
         *_context_auc_lines(seen),
@@ -65,14 +65,13 @@ def lines_of_first_start(known: dict[str, Any]) -> list[str]:
     ]
 
 
-def _progress(known: dict[str, Any]) -> str:
+def _progress(known: dict[str, Any], seen: Gathered) -> str:
     """Return the progress of the run: "12 of 20 (60.0 %), loss 8.5185 (mlm 6.5185, rtd 0.0400), eta 16s"."""
     step, num_steps = known["step"], known["num_steps"]
     progress = f"{step:,} of {num_steps:,}"
     if known["loss"] is None:
         return progress
-    saved = known["checkpoint"]
-    is_behind = saved is not None and saved["step"] > step  # not every step is logged, but every one can be saved
+    is_behind = seen.last is not None and seen.last.step < step  # not every step is logged, but every one can be saved
     logged = " at the last logged step" if is_behind else ""
     losses = ", ".join(f"{name} {loss:.4f}" for name, loss in known["losses"].items())
     parts = f" ({losses})" if len(known["losses"]) > 1 else ""
@@ -108,8 +107,8 @@ def _context_auc_lines(seen: Gathered) -> list[str]:
 
 
 def _owner_lines(seen: Gathered) -> list[str]:
-    """Return a line on the process that holds the run folder's lease or died without releasing it, or []."""
-    if seen.owner is None:
+    """Return a line on the process that holds the run folder's lease, or []; the first line names one that died."""
+    if seen.owner is None or seen.owner.owner_has_ended:
         return []
     age = format_duration(max(0.0, seen.now - seen.owner.renewed))
     return [f"  owner       {seen.owner.owner.description}; last renewed {age} ago"]

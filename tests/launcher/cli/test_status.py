@@ -142,7 +142,7 @@ def test_a_step_that_is_behind_the_checkpoint_is_said_to_be_the_last_one_logged(
     page = shown(run)
     assert any(
         line.startswith(
-            "  step        12 of 20 (60.0 %), loss 8.5185 (mlm 2.3457, rtd 0.1235) at the last logged step"
+            "  step        14 of 20 (70.0 %), loss 8.5185 (mlm 2.3457, rtd 0.1235) at the last logged step"
         )
         for line in page
     )
@@ -347,7 +347,7 @@ def test_a_finished_run_is_shown_with_the_export_command(run: Path):
     ledger(run, event("done", 5, step=20))
     page = shown(run)
     assert page[0].endswith(": finished")
-    assert "  step        20 of 20 (100.0 %), loss 8.5185 (mlm 2.3457, rtd 0.1235)" in page
+    assert "  step        20 of 20 (100.0 %), loss 8.5185 (mlm 2.3457, rtd 0.1235) at the last logged step" in page
     assert commands(page)[0] == f"electra-dist export {run}"
 
 
@@ -477,6 +477,8 @@ def test_a_run_whose_owner_was_killed_on_this_machine_is_dead_at_once(run: Path)
         reason = f"killed: its supervisor, pid {owner.pid}, no longer runs on this machine"
         page = shown(run)
         assert page[0] == f"run {run}: dead ({reason})"
+        assert not [line for line in page if line.startswith("  owner  ")]
+        assert json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["owner"] is None
         assert commands(page) == [f"electra-dist train {run}"]
         why = CliRunner().invoke(app, ["why", str(run)]).output.splitlines()
         assert why[:2] == [f"run {run}: killed", f"  what        no end is recorded; {reason}"]
