@@ -54,10 +54,7 @@ def init_distributed() -> None:
         # DeepSpeed's collectives in shared memory serve inference only. Their extension needs a compiler and leaks
         # 66 MiB of /dev/shm per rank and port.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            # Every rank would use as many threads as there are cores, and the ranks would slow one another.
-            num_cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(max(1, num_cores // place.ranks_on_node))
+        share_cores(place.ranks_on_node)
     # The first collective of a run would otherwise run on GPU 0 for all ranks of a node, and hang.
     local_device()
     accelerator = get_accelerator()
@@ -69,6 +66,15 @@ def init_distributed() -> None:
     if place.rank == 0 and not dist.is_initialized() and not is_chosen_by_supervisor:
         check_port(whole_number("MASTER_PORT", 0))
     deepspeed.init_distributed(verbose=False, timeout=PROCESS_GROUP_TIMEOUT)
+
+
+def share_cores(ranks_on_node: int) -> None:
+    """Let torch use this rank's share of the cores of a node without GPUs, unless OMP_NUM_THREADS is set."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    # Otherwise every rank would use as many threads as there are cores, and the ranks would slow one another.
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, num_cores // ranks_on_node))
 
 
 def local_device() -> torch.device:

@@ -28,6 +28,9 @@ from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.store.open_store import REMOTE_SCHEMES
 
 _SCHEDULE_PERCENTS = (0, 5, 10, 25, 50, 75, 100)  # points of the run at which the values of a schedule are shown
+_NOTE_ON_FP32 = (
+    "no time is predicted in fp32: peaks are known for 16 bits only; `electra-dist speed CONFIG` measures it here"
+)
 _MOST_WORLD_SIZES = 16  # numbers of GPUs that fit side by side in a terminal
 _LAST_WORLD_SIZES = 3  # how many of them show the largest numbers, where some must be left out
 
@@ -313,7 +316,7 @@ def _compute(plan: Plan) -> PlanSection:
     if config.objective.generator == "frozen":
         rows.append(["generator's training", *generator_training(config)])
     if compute is None:
-        return PlanSection("Compute", rows, note="no time is predicted in fp32: peaks are known for 16 bits only")
+        return PlanSection("Compute", rows, note=_NOTE_ON_FP32)
 
     gpus = f"{compute.num_gpus} x {compute.gpu} of {compute.peak / 1e12:g} TFLOP/s"
     is_limited_by_host = compute.step_s == compute.launch_s

@@ -30,7 +30,7 @@ from electra_dist.data.loader import RowBatch, RowLoader
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine, check_precision
-from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
+from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode, share_cores
 from electra_dist.errors import StoreMissing
 from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
@@ -164,11 +164,12 @@ class StepProfile:
         }
 
 
-def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
+def profile_step(config: Config, num_steps: int = 5, ranks_on_node: int = 1) -> StepProfile:
     """Run training steps of a config on this machine and return where their time goes.
 
     After two steps to warm up, `num_steps` steps are timed. One more step counts the operators, and a last one runs
-    under the profiler. Raises UserError if the config cannot run on this machine.
+    under the profiler. On a CPU, the rank has the threads that it would have as one of `ranks_on_node`. Raises
+    UserError if the config cannot run on this machine.
     """
     check_deepspeed()
     check_gpus()
@@ -176,6 +177,8 @@ def profile_step(config: Config, num_steps: int = 5) -> StepProfile:
     set_deterministic_mode(config.engine.deterministic)
     init_distributed()
     device = local_device()
+    if device.type == "cpu":
+        share_cores(ranks_on_node)
     with contextlib.ExitStack() as stack:
         rows = open_rows(_shortened(config), stack)
         config = rows.config

@@ -113,9 +113,8 @@ def test_a_corpus_with_other_rows_or_another_vocabulary_is_refused_as_in_trainin
 
 
 def test_fp32_and_gpu_counts_that_do_not_fit_are_noted_and_an_unknown_gpu_is_an_error():
-    assert "no time is predicted in fp32" in plan_text(
-        large_config("train.precision=fp32", "engine.overlap_communication=false")
-    )
+    in_fp32 = plan_text(large_config("train.precision=fp32", "engine.overlap_communication=false"))
+    assert "no time is predicted in fp32" in in_fp32 and "electra-dist speed CONFIG" in in_fp32
     on_seven = plan_text(large_config("plan.num_gpus=7"))
     assert "plan.num_gpus 7 cannot share 2,048 rows evenly, so 4 are planned" in on_seven
     assert "4 x H100" in on_seven and "W = 4 GPUs" in on_seven

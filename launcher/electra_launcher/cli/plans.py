@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from electra_dist.errors import UserError
 from electra_launcher.cli.command_output import open_console, print_json
 from electra_launcher.cli.options import AsJson, ConfigFile, Overrides
 
@@ -140,21 +141,26 @@ def speed(
 ) -> None:
     """Measure where the time of a training step goes on this machine, and say what to change first.
 
-    Runs a few steps on one device with random weights; the run folder is not touched. Rows come from the corpus of the
-    config, or are made up if it does not exist.
+    Runs a few steps with random weights in one process, as one of the ranks that `train` would start here: on a CPU
+    with its share of the cores. The run folder is not touched. Rows come from the corpus of the config, or are made up
+    if it does not exist.
     """
     from electra_dist.config.load import load_config
     from electra_dist.run.folder import open_run
+    from electra_launcher.cli.train import usual_ranks
 
     config = open_run(run, overrides or ()) if run.is_dir() else load_config(run, overrides or ())
+    num_ranks = 1
+    with contextlib.suppress(UserError):  # a run on several machines: nobody knows how many ranks would be here
+        num_ranks = usual_ranks(config)
     with _stdout_to_stderr():  # torch's profiler and DeepSpeed print lines of their own, DeepSpeed when it is imported
         from electra_dist.train.step_profile import profile_step
 
-        profile = profile_step(config, steps)
+        profile = profile_step(config, steps, num_ranks)
     if as_json:
         print(json.dumps(profile.as_json()))
     else:
-        _print_tables(profile)
+        _print_tables(profile, num_ranks)
         for line in advice(profile):
             print(f"- {line}")
 
@@ -200,15 +206,19 @@ def advice(profile: StepProfile) -> list[str]:
     return lines
 
 
-def _print_tables(profile: StepProfile) -> None:
-    """Print two tables: facts about a training step, such as its speed, and the time of each of its parts."""
+def _print_tables(profile: StepProfile, num_ranks: int) -> None:
+    """Print two tables: facts about a training step, such as its speed, and the time of each of its parts.
+
+    `num_ranks` is how many ranks `train` would start on this machine.
+    """
     from rich.table import Table
 
     facts = Table(show_header=False, box=None)
     facts.add_row("device", profile.device)
     facts.add_row("rows", f"{profile.rows}; {profile.padding_share:.1%} pads")
     facts.add_row("step", f"{profile.step_ms:,.0f} ms, {profile.micro_batches} micro-batches of {profile.micro_batch}")
-    facts.add_row("speed", f"{profile.tokens_per_s:,.0f} tokens/s")
+    others = f" of one rank; `electra-dist train` starts {num_ranks} here" if num_ranks > 1 else ""
+    facts.add_row("speed", f"{profile.tokens_per_s:,.0f} tokens/s{others}")
     facts.add_row("waiting for rows", f"{profile.wait_share:.1%}")
     dropout = f"dropout {profile.attention_dropout}"
     facts.add_row("attention", f"{profile.attention_backend}, {dropout} ({profile.attention_reason})")

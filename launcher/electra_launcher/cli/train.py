@@ -85,7 +85,7 @@ def train(
         raise UserError("--nodes needs --hostfile, a file with the names of the hosts")
     start = _Start.of(config or config_option or Path(), overrides or (), accept_new_numerics)
     hosts = _read_hosts(hostfile, nodes) if hostfile else []
-    num_ranks = ranks or (_slots(hosts) if hosts else start.usual_ranks())
+    num_ranks = ranks or (_slots(hosts) if hosts else usual_ranks(start.config))
     if show_command:
         place = ["--hostfile", str(hostfile)] if hosts else []
         place += ["--num_nodes", str(nodes)] if nodes else []
@@ -133,24 +133,25 @@ class _Start(NamedTuple):
         arguments += ["--accept-new-numerics"] if accept_new_numerics else []
         return cls(read_config(str(file), overrides)[0], arguments)
 
-    def usual_ranks(self) -> int:
-        """Return the number of ranks for this machine: that of the last start, so that results repeat bit for bit.
 
-        For the first start it is the number that fits the machine.
-        """
-        from electra_dist.gpu_cores import visible_devices
-        from electra_dist.run.environment_record import read_environment
+def usual_ranks(config: Config) -> int:
+    """Return the number of ranks for this machine: that of the last start, so that results repeat bit for bit.
 
-        before: dict[str, int] = read_environment(Path(self.config.run_dir)).get("hosts", {})
-        if len(before) > 1:
-            raise UserError(
-                f"{self.config.run_dir}: was trained on {', '.join(before)}; give --hostfile to go on there, or "
-                f"--gpus to go on with so many ranks on this machine"
-            )
-        if before:
-            return sum(before.values())
-        num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else len(visible_devices(os.environ))
-        return num_gpus or _cpu_ranks(self.config, len(os.sched_getaffinity(0)))
+    For the first start it is the number that fits the machine.
+    """
+    from electra_dist.gpu_cores import visible_devices
+    from electra_dist.run.environment_record import read_environment
+
+    before: dict[str, int] = read_environment(Path(config.run_dir)).get("hosts", {})
+    if len(before) > 1:
+        raise UserError(
+            f"{config.run_dir}: was trained on {', '.join(before)}; give --hostfile to go on there, or "
+            f"--gpus to go on with so many ranks on this machine"
+        )
+    if before:
+        return sum(before.values())
+    num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else len(visible_devices(os.environ))
+    return num_gpus or _cpu_ranks(config, len(os.sched_getaffinity(0)))
 
 
 def _cpu_ranks(config: Config, num_cores: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from electra_launcher.cli.plans import advice
+from electra_launcher.cli.plans import _print_tables, advice
 
 from electra_dist.train.step_profile import HOST, Part, StepProfile
 
@@ -60,6 +60,13 @@ def test_json_has_the_fields_that_others_rely_on(tiny_config: Callable[..., Path
     assert "dropout" in found["attention"]
     assert sum(part["ms"] for part in found["parts"]) == pytest.approx(found["step_ms"])
     assert sum(part["share"] for part in found["parts"]) == pytest.approx(1)
+
+
+def test_the_speed_of_one_rank_is_said_to_be_that_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_tables(step_profile(), 2)
+    assert "160,000 tokens/s of one rank; `electra-dist train` starts 2 here" in capsys.readouterr().out
+    _print_tables(step_profile(), 1)
+    assert "of one rank" not in capsys.readouterr().out
 
 
 def test_a_step_that_waits_for_rows_is_advised_on_fetching() -> None:
