@@ -14,6 +14,7 @@ Source of the mean: Izmailov et al., "Averaging weights leads to wider optima an
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -156,12 +157,12 @@ def _no_checkpoint_error(targets: Sequence[Store], step: int | None, damaged: Se
     if damaged:
         return UserError(
             f"{urls}: no checkpoint to read: none is good ({'; '.join(damaged)}); run `electra-dist checkpoint "
-            f"repair`, or name another run"
+            f"repair {shlex.quote(targets[0].url)}`, or name another run"
         )
     if step is not None:
         return UserError(
             f"{urls}: no checkpoint to read: there is none of step {step:,}; choose a step that `electra-dist "
-            f"checkpoint list` shows"
+            f"checkpoint list {shlex.quote(targets[0].url)}` shows"
         )
     return UserError(
         f"{urls}: no checkpoint to read: there is none yet; train until the first checkpoint, or name another run"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -302,5 +303,9 @@ def _read(reader: CheckpointReader, name: str) -> dict[Kind, torch.Tensor]:
     views = {kind: torch.empty(numel) for kind in KINDS}
     faults = reader.fill([Fragment(name=name, start=0, numel=numel, views=views)], check=())
     if faults:
-        raise TornCheckpoint(f"{reader.checkpoint.url} is damaged: {faults[0]}; run `electra-dist checkpoint repair`")
+        checkpoint = reader.checkpoint
+        raise TornCheckpoint(
+            f"{checkpoint.url} is damaged: {faults[0]}; run `electra-dist checkpoint repair "
+            f"{shlex.quote(checkpoint.store.url)}`"
+        )
     return views

@@ -19,6 +19,7 @@ tensor reads the whole tensor. At stage 0 every rank reads all of the checkpoint
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -135,7 +136,8 @@ def _set_aside(unusable: Checkpoint, fault: Exception, used: Checkpoint | None) 
     if used is not None and unusable.step == used.step:
         return (
             f"{line}; the same step is good in {used.store.url}; "
-            f"run `electra-dist checkpoint repair` to restore the other copy"
+            f"run `electra-dist checkpoint repair {shlex.quote(unusable.store.url)} --from "
+            f"{shlex.quote(used.store.url)}` to restore the other copy"
         )
     used_step = 0 if used is None else used.step
     line = f"{line}; step {used_step:,} is used instead, so {unusable.step - used_step:,} steps are repeated"

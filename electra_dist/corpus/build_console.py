@@ -221,8 +221,8 @@ def remarks(report: BuildReport) -> list[str]:
     if report.other_fields:
         lines.append(
             f"{FIELDS_FOUND}: {', '.join(report.other_fields)}; all inputs of a build have one --text-field; if it "
-            "differs between them, give each source its text_field in `electra-dist corpus prepare`, and build from its "
-            "output"
+            "differs between them, give each source its text_field in `electra-dist corpus prepare`, and build from "
+            "its output"
         )
     if report.undecodable.documents:
         lines.append(_line_on_undecodable(report))

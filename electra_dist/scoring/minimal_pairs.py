@@ -32,7 +32,7 @@ import torch
 from electra_dist.errors import UserError
 from electra_dist.finetune.training_loop import Progress, quiet
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.scoring.number_agreement import Pair, make_pairs
+from electra_dist.scoring.number_agreement import TEMPLATES, Pair, make_pairs
 from electra_dist.scoring.pair_files import SentencePair
 from electra_dist.scoring.token_scores import (
     TokenScorer,
@@ -130,6 +130,16 @@ def remarks_on_pairs(encoder: Pretrained, pairs: Sequence[SentencePair]) -> list
     return [
         f"{encoder.name}: both sentences of {len(equal):,} of {len(pairs):,} pairs have the same tokens, and count as "
         f"wrong; first: {equal[0].good} / {equal[0].bad}"
+    ]
+
+
+def remarks_on_kinds(encoder: Pretrained, scores: Sequence[PairScore]) -> list[str]:
+    """Return a line that names the kinds of `make_pairs` without a score, because the vocabulary lacks their words."""
+    missing = [kind for kind in TEMPLATES if kind not in {score.phenomenon for score in scores}]
+    if not missing:
+        return []
+    return [
+        f"{encoder.name}: left out, because the vocabulary lacks the words of their sentences: {', '.join(missing)}"
     ]
 
 

@@ -90,7 +90,7 @@ def test_same_step_of_the_other_target_is_preferred_to_an_older_step(
     found, notes, values = load(two_targets)
     assert found == small.state_at(20) and small.equal(values, small.content(20))
     if bad == 0:
-        assert f"; the same step is good in {two_targets[1].url}; run `electra-dist checkpoint repair`" in notes[0]
+        assert f"; the same step is good in {two_targets[1].url}; run `electra-dist checkpoint repair /" in notes[0]
         assert not two_targets[0].exists(f"{folder_name(20, 1)}/{MANIFEST}")
     else:  # the copy of the first target is good, so the second is not read
         assert notes == []
@@ -292,7 +292,7 @@ def test_assemble_of_a_step_takes_that_step_or_fails(target: Store, tmp_path: Pa
     assert state.step == 10
     name, shape = next(iter(small.SHAPES.items()))
     assert torch.equal(weights[name], small.content(10)[name]["master"].view(shape))
-    with pytest.raises(UserError, match="there is none of step 15"):
+    with pytest.raises(UserError, match=r"there is none of step 15; .* `electra-dist checkpoint list \S+` shows"):
         assemble([target], 15)
 
 

@@ -363,6 +363,19 @@ def test_the_card_has_the_facts_of_the_run_and_its_lines_load_the_model(
         assert type(names["model"]).__name__ == model_class
 
 
+def test_the_python_lines_of_the_readme_embed_each_text_as_it_would_be_alone(run: Path, tmp_path: Path) -> None:
+    export_run(run, tmp_path)
+    [code] = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    folder = tmp_path / "discriminator"
+    names: dict[str, Any] = {}
+    exec(code.replace("runs/demo_cpu/export/discriminator", str(folder)), names)
+    assert len(names["texts"]) == len(names["embeddings"]) == 2
+    for text, embedding in zip(names["texts"], names["embeddings"]):
+        tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
+        alone = names["model"](**tokens).last_hidden_state.mean(dim=1)
+        torch.testing.assert_close(embedding, alone[0])
+
+
 def test_the_card_counts_the_flops_of_the_steps_that_were_made(run: Path, tmp_path: Path) -> None:
     """20 steps cost twice as much as 10."""
     flops = []

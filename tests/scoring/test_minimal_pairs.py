@@ -21,7 +21,12 @@ from electra_dist.objectives.corruption import CorruptingObjective
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring import minimal_pairs
-from electra_dist.scoring.minimal_pairs import kept_log_probs, pseudo_log_likelihood, score_minimal_pairs
+from electra_dist.scoring.minimal_pairs import (
+    kept_log_probs,
+    pseudo_log_likelihood,
+    remarks_on_kinds,
+    score_minimal_pairs,
+)
 from electra_dist.scoring.number_agreement import NOUNS, TEMPLATES, THINGS, make_pairs
 from electra_dist.tokenizer import Vocabulary
 
@@ -187,9 +192,12 @@ def test_a_random_model_is_near_chance_and_a_model_without_its_head_is_refused(e
     without_head = {name: value for name, value in encoder.state.items() if not name.startswith("head.")}
     headless_encoder = dataclasses.replace(encoder, state=without_head)
 
-    total_score = score_minimal_pairs(encoder, 60, CPU)[-1]
+    scores = score_minimal_pairs(encoder, 60, CPU)
 
-    assert 0.35 < total_score.accuracy < 0.65
+    assert 0.35 < scores[-1].accuracy < 0.65
+    assert remarks_on_kinds(encoder, scores) == []
+    others = [score for score in scores if score.phenomenon != "determiner-noun"]
+    assert [line.rpartition(": ")[2] for line in remarks_on_kinds(encoder, others)] == ["determiner-noun"]
     with pytest.raises(UserError, match="no pretraining head of the kind needed"):
         score_minimal_pairs(headless_encoder, 5, CPU)
 

@@ -293,7 +293,7 @@ def _compare_parameters(left: CheckpointReader, right: CheckpointReader) -> list
                 compared.append(difference)
                 progress("parameters", len(compared), num_parameters)
     except TornCheckpoint as error:
-        raise UserError(f"{error}; run `electra-dist checkpoint verify` on A and B") from None
+        raise UserError(str(error)) from None
     return compared
 
 

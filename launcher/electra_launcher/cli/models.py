@@ -94,7 +94,12 @@ def minimal_pairs(
     spec = locate_model(spec, tower.value)  # A wrong name is found before torch is imported.
 
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-    from electra_dist.scoring.minimal_pairs import remarks_on_pairs, score_minimal_pairs, score_sentence_pairs
+    from electra_dist.scoring.minimal_pairs import (
+        remarks_on_kinds,
+        remarks_on_pairs,
+        score_minimal_pairs,
+        score_sentence_pairs,
+    )
     from electra_dist.scoring.pair_files import read_pair_files
 
     sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
@@ -109,7 +114,8 @@ def minimal_pairs(
                 encoder, sentence_pairs, device, progress, "word" if readout is _Readout.word else "token"
             )
     out.print(_pairs_table(scores, encoder.name))
-    for line in remarks_on_pairs(encoder, sentence_pairs or ()):
+    is_built_in = sentence_pairs is None
+    for line in remarks_on_kinds(encoder, scores) if is_built_in else remarks_on_pairs(encoder, sentence_pairs or ()):
         out.print(line, soft_wrap=True)
     if output:
         trees = [{key: value for key, value in score._asdict().items() if key != "hits"} for score in scores]

@@ -109,6 +109,9 @@ def verify(
     are compared with the receipts that the prescribed rows give. Exit codes: 0 all agree, 1 they deviate at some step,
     78 there is nothing to verify, or another run has written a checkpoint.
 
+    This proves the rows, not the losses. To compare losses, train again with `--set run_dir=OTHER` on as many ranks,
+    then run `electra-dist checkpoint diff RUN OTHER`.
+
     With --bytes, RUN may also be a corpus (folder or s3:// prefix). All shards, vocabularies and checkpoints are read
     again and compared with the digests of their manifests. Exit codes: 0 all are good, 78 with a line for each that
     is not.
