@@ -100,6 +100,16 @@ class TokenizerJson:
             ids_of_words[bisect.bisect_right(starts, start) - 1].append(token_id)
         return ids_of_words
 
+    def continues_word(self, lines: Sequence[str]) -> list[list[bool]]:
+        """Return for each token of each line whether it belongs to the same word as the token before it.
+        Words are those of the file's pre-tokenizer, which also cuts at punctuation.
+        """
+        continued = []
+        for encoding in self._encoder.encode_batch(list(lines), add_special_tokens=False):
+            words = encoding.word_ids
+            continued.append([word is not None and word == before for before, word in zip([None, *words], words)])
+        return continued
+
     def split_lines(self, text: str) -> list[str]:
         """Split a text into lines; their ids, one after another, are those of the text with spaces for line ends.
         If tokens of this tokenizer contain spaces, each line begins with the space that replaces the line end before

@@ -35,6 +35,7 @@ class WordPieceTokenizer:
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lowercase)
         self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        self._continuing = {token_id for token, token_id in ids.items() if token.startswith("##")}
         self._known: dict[str, tuple[int, ...]] = {}  # word -> its ids
         # One int object for each id, used by all entries of `_known`, keeps the dictionary small enough for the CPU's
         # cache.
@@ -70,6 +71,10 @@ class WordPieceTokenizer:
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each word of one text; WordPiece encodes a word without regard to its neighbours."""
         return self.encode(words)
+
+    def continues_word(self, lines: Sequence[str]) -> list[list[bool]]:
+        """Return for each token of each line whether it belongs to the same word as the token before it."""
+        return [[token_id in self._continuing for token_id in ids] for ids in self.encode(lines)]
 
     def split_lines(self, text: str) -> list[str]:
         """Split a text into lines whose ids, one after another, are the ids of the whole text."""

@@ -110,7 +110,8 @@ def score_sentence_pairs(
         return _pair_scores(kinds, row_sums(scorer(ids, progress)), examples)
     if not (predicts_tokens(encoder) and encoder.reads_masks):
         return _pair_scores(kinds, sentence_log_probs(encoder, ids, device, progress), examples)
-    token_sums, word_sums = pseudo_log_likelihoods(encoder, ids, device, progress)
+    continues_word = encoder.tokenizer.continues_word(_sentences(pairs))
+    token_sums, word_sums = pseudo_log_likelihoods(encoder, ids, continues_word, device, progress)
     scores_by_token = _pair_scores(kinds, token_sums, examples)
     scores_by_word = _pair_scores(kinds, word_sums, examples)
     scores = []
@@ -187,12 +188,14 @@ def _example(pair: Pair) -> str:
     return " ".join(words)
 
 
+def _sentences(pairs: Sequence[SentencePair]) -> list[str]:
+    return list(itertools.chain.from_iterable((pair.good, pair.bad) for pair in pairs))
+
+
 def _encode_sentences(encoder: Pretrained, pairs: Sequence[SentencePair]) -> list[list[int]]:
     """Return two rows of token ids for each pair: the grammatical sentence, then the ungrammatical one."""
     special = encoder.special
-    sentences = []
-    for pair in pairs:
-        sentences += [pair.good, pair.bad]
+    sentences = _sentences(pairs)
     rows = []
     for sentence, token_ids in zip(sentences, encoder.tokenizer.encode(sentences), strict=True):
         row = [special.cls, *token_ids, special.sep]

@@ -261,37 +261,36 @@ def pseudo_log_likelihood(
 
 
 def pseudo_log_likelihoods(
-    encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
+    encoder: Pretrained,
+    ids: Ids,
+    continues_word: Sequence[Sequence[bool]],
+    device: torch.device,
+    progress: Progress = quiet,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two sums over each row's tokens without [CLS] and [SEP], each fp32 [N].
 
     The first is `pseudo_log_likelihood`. In the second, the tokens after the scored one in the same word are masked
-    together with it. The sums are equal for rows whose words are single tokens. Rows must be single sentences.
+    together with it: `continues_word` says for each of these tokens whether it belongs to the word of the one before.
+    The sums are equal for rows whose words are single tokens. Rows must be single sentences.
     """
     token_values = masked_scorer(encoder, device)(ids, progress)
     word_values = [value_S.clone() for value_S in token_values]
-    continues = _continues_word(encoder)
     places = []
     ends = []
-    for row, row_ids in enumerate(ids):
+    for row, is_continued in enumerate(continues_word):
         # From the last token before [SEP] to the first after [CLS]; `end` is the position after the token's word.
-        end = len(row_ids) - 1
-        for position in range(len(row_ids) - 2, 0, -1):
+        end = len(is_continued) + 1
+        for position in range(len(is_continued), 0, -1):
             is_last_of_word = end == position + 1
             if not is_last_of_word:
                 places.append((row, position))
                 ends.append(end)
-            if not continues[row_ids[position]]:
+            if not is_continued[position - 1]:
                 end = position  # of the word before
     logp_C = masked_log_probs(encoder, ids, places, device, progress, ends)
     for (row, position), logp in zip(places, logp_C, strict=True):
         word_values[row][position - 1] = logp
     return row_sums(token_values), row_sums(word_values)
-
-
-def _continues_word(encoder: Pretrained) -> list[bool]:
-    """Return for each token of the vocabulary whether it continues a word, as in "##ing"; punctuation does not."""
-    return [token.startswith("##") and token[2:3].isalnum() for token in encoder.vocabulary.shown_tokens]
 
 
 def _at_positions(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
+import tokenizers
 import torch
 from electra_launcher.cli.main import app
+from support.byte_level import byte_level_vocabulary
 from support.real_runs import write_tiny_config
 from transformers import ElectraForMaskedLM, ElectraForPreTraining
 from typer.testing import CliRunner
@@ -23,7 +27,7 @@ from electra_dist.scoring import minimal_pairs
 from electra_dist.scoring.minimal_pairs import score_sentence_pairs
 from electra_dist.scoring.pair_files import SentencePair, read_pair_files
 from electra_dist.scoring.token_scores import pseudo_log_likelihood, pseudo_log_likelihoods, sentence_log_probs
-from electra_dist.tokenizer import Vocabulary
+from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 CPU = torch.device("cpu")
 BLIMP_LINES = [
@@ -182,11 +186,50 @@ def test_the_rest_of_a_word_is_masked_with_the_scored_token_in_the_second_sum(
         with torch.no_grad():
             return float(hf_generator(masked).logits[0, position].double().log_softmax(-1)[row[position]])
 
-    by_token, by_word = pseudo_log_likelihoods(generator, [row, row[:2] + row[-1:]], CPU)
+    continues_word = [[False, True, True, False, False, True], [False]]
+    by_token, by_word = pseudo_log_likelihoods(generator, [row, row[:2] + row[-1:]], continues_word, CPU)
 
     assert by_token[0].item() == pytest.approx(sum(log_prob(place, [place]) for place in masked_places), abs=1e-3)
     assert by_word[0].item() == pytest.approx(sum(log_prob(*item) for item in masked_places.items()), abs=1e-3)
     assert by_token[1] == by_word[1]  # a row of one token
+
+
+WORDS_WITH_MARKS = [
+    "हिन्दी भाषा",
+    'It costs 5€, the "quoted" (word) isn\'t well-known',
+    "nai\u0308ve café",
+    "Привет, мир!",
+]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_the_words_of_wordpiece_are_those_that_the_library_numbers(
+    lowercase: bool,
+) -> None:
+    characters = sorted(set(unicodedata.normalize("NFD", "".join(WORDS_WITH_MARKS)).replace(" ", "") + "éïitcp"))
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *(f"##{one}" for one in characters)]
+    library = tokenizers.BertWordPieceTokenizer(
+        {token: number for number, token in enumerate(tokens)}, lowercase=lowercase
+    )
+
+    continued = new_tokenizer(Vocabulary("\n".join(tokens), "marks"), lowercase).continues_word(WORDS_WITH_MARKS)
+
+    assert continued == [library_continues(library, line) for line in WORDS_WITH_MARKS]
+
+
+def test_the_words_of_bpe_are_those_that_the_library_numbers_so_that_a_quote_is_no_part_of_the_word_in_it() -> None:
+    vocabulary = byte_level_vocabulary()
+    library = tokenizers.Tokenizer.from_str(vocabulary.text)
+
+    continued = new_tokenizer(vocabulary, False).continues_word(WORDS_WITH_MARKS)
+
+    assert continued == [library_continues(library, line) for line in WORDS_WITH_MARKS]
+    assert any(map(any, continued))
+
+
+def library_continues(library: Any, line: str) -> list[bool]:
+    words = library.encode(line, add_special_tokens=False).word_ids
+    return [place > 0 and word == words[place - 1] for place, word in enumerate(words)]
 
 
 def test_accuracy_and_standard_error_of_each_kind_and_of_all_pairs(
