@@ -271,6 +271,11 @@ class CompareConfig(Section):
         for metric in criterion.metrics:
             if metric not in columns:
                 raise ValueError(f"criterion.metrics: no column `{metric}`; set one of {', '.join(columns)}")
+        if len(set(criterion.metrics)) < len(criterion.metrics):
+            raise ValueError(
+                f"criterion.metrics: {', '.join(criterion.metrics)} has a metric twice, which would count twice; "
+                f"remove the repeated one"
+            )
         if criterion.num_needed > len(criterion.metrics):
             raise ValueError(
                 f"criterion.at_least: {criterion.at_least} of {len(criterion.metrics)} metrics cannot be passed; "

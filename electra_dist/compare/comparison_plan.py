@@ -90,14 +90,11 @@ def _plan_run(
     """Plan the run of one objective with one seed, of as many steps as the budget pays for."""
     num_steps = steps_of_flops(objective_config, budget_flops)
     scored_steps = _scored_steps(compare, file, entry, num_steps)
-    # Warm-up is the same share of all steps as in the base config.
-    warmup_share = objective_config.optimizer.warmup_steps / objective_config.train.num_steps
-    run_keys = {
+    run_keys: dict[str, object] = {
         "run_dir": str(Path(compare.output) / "runs" / _run_name(entry.name, seed)),
         "seed": seed,
         "train.num_steps": num_steps,
-        "optimizer.warmup_steps": round(warmup_share * num_steps),
-        "optimizer.decay_steps": _scaled_decay_steps(objective_config, num_steps),
+        **_scaled_schedule(objective_config, num_steps),
         "checkpoint.keep_steps": scored_steps,
         "checkpoint.targets": [],  # checkpoints are in the run's folder only
     }
@@ -105,15 +102,25 @@ def _plan_run(
     return PlannedRun(entry=entry.name, seed=seed, config=config, marks=scored_steps)
 
 
-def _scaled_decay_steps(config: Config, num_steps: int) -> int | None:
-    """Return as large a part of `num_steps` as the config's `decay_steps` are of its run, at least 1 step.
+def _scaled_schedule(config: Config, num_steps: int) -> dict[str, int | None]:
+    """Return the keys of warm-up and decay so that both are as large parts of `num_steps` as they are of the config's.
 
-    It is None if the config does not set `decay_steps`.
+    Where rounding would make warm-up and decay longer than the run, the decay is shorter.
     """
-    if config.optimizer.decay_steps is None:
-        return None
-    decay_share = config.optimizer.decay_steps / config.train.num_steps
-    return max(1, round(decay_share * num_steps))
+
+    def scaled(steps: int) -> int:
+        return round(steps / config.train.num_steps * num_steps)
+
+    optimizer = config.optimizer
+    warmup_steps = scaled(optimizer.warmup_steps)
+    longest_warmup = warmup_steps
+    keys: dict[str, int | None] = {"optimizer.warmup_steps": warmup_steps, "optimizer.decay_steps": None}
+    if optimizer.generator is not None and optimizer.generator.warmup_steps is not None:
+        keys["optimizer.generator.warmup_steps"] = scaled(optimizer.generator.warmup_steps)
+        longest_warmup = max(warmup_steps, scaled(optimizer.generator.warmup_steps))
+    if optimizer.decay_steps is not None:
+        keys["optimizer.decay_steps"] = max(1, min(scaled(optimizer.decay_steps), num_steps - longest_warmup))
+    return keys
 
 
 def _scored_steps(compare: CompareConfig, file: Path, entry: Entry, num_steps: int) -> tuple[int, ...]:

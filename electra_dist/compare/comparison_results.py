@@ -256,15 +256,15 @@ class ComparisonResults:
         self._baseline_of = self._baselines(measures, existing)
         self.differences = differences_to(self._baseline_of, self._last_scores, names, self.baseline)
         self._difference_rows = difference_rows(self.differences, names, self.baseline, self._baseline_of)
-        scores_of_last = self._scores_at_end(num_checkpoints=_NUM_LAST)
+        self.num_last = min(_NUM_LAST, len(compare.evaluate_at))
+        scores_of_last = self._scores_at_end(self.num_last)
         mean_baseline_of = {
             measure.name: self._baseline_of[measure.name]
             for measure in measures
             if measure.at == "all" and measure.name in self._baseline_of
         }
-        self.mean_differences = differences_to(mean_baseline_of, scores_of_last, names, self.baseline)
+        self.mean_differences = differences_to(mean_baseline_of, scores_of_last, names, self.baseline, self.num_last)
         self._mean_difference_rows = difference_rows(self.mean_differences, names, self.baseline, mean_baseline_of)
-        self.num_last = min(_NUM_LAST, *(len(run.marks) for run in plan.runs))
         self.verdict: Verdict | None = None
         if compare.criterion is not None:
             self.verdict = judge(compare.criterion, self._last_scores, len(compare.seeds))

@@ -61,16 +61,21 @@ class Difference:
         return max((error for error in (self.seed_error, self.test_error) if error is not None), default=None)
 
 
-def paired_difference(scores: Sequence[CheckpointScore], entry: str, baseline: str, task: str) -> Difference | None:
+def paired_difference(
+    scores: Sequence[CheckpointScore], entry: str, baseline: str, task: str, num_checkpoints: int = 1
+) -> Difference | None:
     """Return the mean of `entry` minus `baseline` on a task, paired by seed; None if no seed has scores of both.
 
-    `scores` are those of one or more checkpoints of each run, over which the mean is formed. A seed counts if both
-    runs have equally many of them.
+    `scores` are those of at most `num_checkpoints` checkpoints of each run, over which the mean is formed. A seed
+    counts if both runs have all of them.
     """
     entry_scores = _by_seed(scores, entry, task)
     baseline_scores = _by_seed(scores, baseline, task)
-    seeds_of_both = sorted(set(entry_scores) & set(baseline_scores))
-    seeds = [seed for seed in seeds_of_both if len(entry_scores[seed]) == len(baseline_scores[seed])]
+    seeds = [
+        seed
+        for seed in sorted(set(entry_scores) & set(baseline_scores))
+        if len(entry_scores[seed]) == len(baseline_scores[seed]) == num_checkpoints
+    ]
     if not seeds:
         return None
     gains = [_mean_value(entry_scores[seed]) - _mean_value(baseline_scores[seed]) for seed in seeds]
@@ -124,15 +129,19 @@ def difference_title(task: str, other: str, baseline: str) -> str:
 
 
 def differences_to(
-    baseline_of: Mapping[str, str], scores: Sequence[CheckpointScore], entries: Sequence[str], baseline: str
+    baseline_of: Mapping[str, str],
+    scores: Sequence[CheckpointScore],
+    entries: Sequence[str],
+    baseline: str,
+    num_checkpoints: int = 1,
 ) -> list[Difference]:
-    """Return the differences of each objective but `baseline` on each task, if a seed has the scores of both.
+    """Return the `paired_difference` of each objective but `baseline` on each task, if a seed has the scores of both.
 
     `baseline_of` maps each task to the objective whose score is subtracted. That is `baseline`, unless it has no score
     of such a task.
     """
     found = [
-        paired_difference(scores, entry, other, task)
+        paired_difference(scores, entry, other, task, num_checkpoints)
         for entry in entries
         for task, other in baseline_of.items()
         if entry not in (baseline, other)

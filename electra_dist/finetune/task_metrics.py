@@ -256,7 +256,11 @@ def _best_penalty(
 
 
 def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, num_labels: int) -> Any:
-    """Fit standardization and a linear model (ridge if `num_labels` is 0); return both as a scikit-learn pipeline."""
+    """Fit standardization and a linear model (ridge if `num_labels` is 0); return both as a scikit-learn pipeline.
+
+    If all targets are one label, the result is a model that always predicts it.
+    """
+    from sklearn.dummy import DummyClassifier
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -265,5 +269,7 @@ def _fit_linear(features_NF: np.ndarray, target_N: np.ndarray, penalty: float, n
     if num_labels == 0:
         ridge = make_pipeline(StandardScaler(), Ridge(alpha=penalty))
         return ridge.fit(features_NF, target_N)
+    if len(np.unique(target_N)) == 1:
+        return DummyClassifier().fit(features_NF, target_N)
     logistic = make_pipeline(StandardScaler(), LogisticRegression(C=1.0 / penalty, max_iter=1000))
     return logistic.fit(features_NF, target_N)

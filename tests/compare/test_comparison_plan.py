@@ -15,6 +15,7 @@ from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_plan import Plan, make_plan
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config.load import load_config, load_section
+from electra_dist.config.rules import check_new_run
 from electra_dist.errors import UserError
 from electra_dist.model.counts import run_flops, steps_of_flops
 
@@ -103,6 +104,20 @@ def test_a_budget_in_flops_gives_the_plan_of_the_same_budget_in_steps_also_with_
     for num_steps in (1, 60, 100, 101, 400):
         assert steps_of_flops(two_stage, run_flops(two_stage, num_steps)) == num_steps
     assert run_flops(two_stage, 100) < run_flops(base, 200)
+
+
+def test_warm_ups_and_decay_keep_their_shares_and_fit_into_the_run(make_comparison: MakeComparison) -> None:
+    """The base run has 20 steps. Both halves of 7 steps would be rounded to 4, which is a step too many."""
+    shape = {"optimizer.shape": "trapezoid", "optimizer.warmup_steps": 10, "optimizer.decay_steps": 10}
+    entry = {"name": "rtd", "set": {**shape, "optimizer.generator.warmup_steps": 5}}
+
+    short_run, _ = plan_of(make_comparison(objectives=[entry, "mlm"], steps=7)).runs
+    long_run, _ = plan_of(make_comparison(objectives=[entry, "mlm"], steps=2000)).runs
+
+    for run, steps in ((short_run, (4, 3, 2)), (long_run, (1000, 1000, 500))):
+        optimizer = run.config.optimizer
+        assert (optimizer.warmup_steps, optimizer.decay_steps, optimizer.for_generator.warmup_steps) == steps
+        check_new_run(run.config)
 
 
 def test_an_entry_changes_the_keys_that_it_sets_and_nothing_else(make_comparison: MakeComparison) -> None:

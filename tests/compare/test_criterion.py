@@ -147,6 +147,7 @@ def test_the_criterion_is_recorded_once_and_again_when_it_changes(tmp_path: Path
         ({"arm": "electra"}, "no objective `electra`; set one of rtd, mlm"),
         ({"metrics": ["blimp"]}, "no column `blimp`; set one of fewer, words, context-auc"),
         ({"at_least": 2}, "2 of 1 metrics cannot be passed"),
+        ({"metrics": ["words", "words"], "at_least": 2}, "words, words has a metric twice, which would count twice"),
     ],
 )
 def test_a_criterion_that_cannot_be_judged_is_refused(

@@ -31,8 +31,8 @@ def of_hits(entry: str, hits_by_kind: np.ndarray, seed: int = 1, step: int = 10)
     return score(entry, seed, float(hits_by_kind.mean()), error, items, step)
 
 
-def difference_of(scores: list[CheckpointScore]) -> Difference:
-    difference = paired_difference(scores, "better", "base", "pairs")
+def difference_of(scores: list[CheckpointScore], num_checkpoints: int = 1) -> Difference:
+    difference = paired_difference(scores, "better", "base", "pairs", num_checkpoints)
     assert difference is not None
     return difference
 
@@ -83,10 +83,22 @@ def test_seeds_and_checkpoints_are_averaged_item_by_item_before_the_error_is_for
     of_seeds = [of_hits(names[model], hits[model, seed][None], seed) for model in (0, 1) for seed in range(4)]
     of_steps = [of_hits(names[model], hits[model, step][None], 1, step) for model in (0, 1) for step in range(4)]
 
-    for difference, num_seeds in ((difference_of(of_seeds), 4), (difference_of(of_steps), 1)):
+    for difference, num_seeds in ((difference_of(of_seeds), 4), (difference_of(of_steps, 4), 1)):
         assert difference.num_seeds == num_seeds
         assert difference.mean == pytest.approx(gains.mean())
         assert difference.test_error == pytest.approx(expected)
+
+
+def test_a_mean_over_checkpoints_takes_no_seed_that_lacks_one_of_them_in_one_run() -> None:
+    """Both runs of seed 1 have two of three scores, but of different checkpoints: their difference is 0, not -10 %."""
+    hits = np.random.default_rng(4).random((3, 1, 300)) < np.array([0.3, 0.5, 0.7])[:, None, None]
+    scores = [of_hits("better", hits[step], 1, step) for step in (0, 1)]
+    scores += [of_hits("base", hits[step], 1, step) for step in (1, 2)]
+    of_second_seed = [of_hits(name, hits[step], 2, step) for name in ("better", "base") for step in range(3)]
+
+    assert paired_difference(scores, "better", "base", "pairs", 3) is None
+    difference = difference_of([*scores, *of_second_seed], 3)
+    assert (difference.num_seeds, difference.mean) == (1, 0.0)
 
 
 def test_a_paired_bootstrap_has_the_spread_of_differences_on_new_test_sets() -> None:

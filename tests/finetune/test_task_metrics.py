@@ -84,3 +84,6 @@ def test_a_linear_probe_finds_a_linear_decision_rule_and_a_regression_line() -> 
     outputs = linear_outputs(train, values, {"": test}, 0, num_distinct=200, metric="spearman").outputs[""]
     true_values = test[:, 2] * 3 + 1
     assert np.abs(outputs[:, 0] - true_values).max() < 0.1
+
+    one_label = linear_outputs(train, np.full(400, 2), {"": test}, 3, num_distinct=400, metric="accuracy").outputs[""]
+    assert (one_label == [-np.inf, -np.inf, 0.0]).all()
