@@ -172,7 +172,7 @@ class TaggingTask(Task):
         else:
             self._hold_out(train_file, dev_share, split_seed)
             digested += f"{dev_share} {split_seed}".encode()
-        self.has_spans = are_bio_tags(self.tags) and (dev_file is None or are_bio_tags(tags_of(self.dev)))
+        self.has_spans = are_bio_tags(self.tags) and are_bio_tags([*self.tags, *tags_of(self.dev)])
         if name == "ner" and not self.has_spans:
             raise UserError(
                 f"{train_file}: the tags ({', '.join(self.tags[:4])}, ...) do not mark named entities as B-TYPE, "

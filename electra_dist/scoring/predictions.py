@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import json
 import shlex
 import sys
@@ -192,10 +193,17 @@ def _open(
     if model.kind == "QuestionAnswering":
         questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
         return questions.remarks(file), lambda progress: _predict_answers(model, questions, progress)
-    if model.kind == "TokenClassification" and (not is_table or suffix == ".tsv"):
+    if model.kind == "TokenClassification" and (not is_table or (suffix == ".tsv" and text_a is None)):
         with readable(file):
             words, tags = read_words(file)
-        notes = [*remarks_on_texts(str(file), map(" ".join, words)), *remarks_on_tags(file, tags or (), model.labels)]
+        notes = remarks_on_texts(str(file), map(" ".join, words))
+        all_tags = list(itertools.chain.from_iterable(tags or ()))
+        if all_tags and not set(all_tags) & set(model.labels):
+            found, known = count_names(all_tags), list_names(model.labels)
+            notes.append(f"{file}: no tag ({found}) is one of the model's ({known}), so none is scored")
+            tags = None
+        else:
+            notes += remarks_on_tags(file, tags or (), model.labels)
         return notes, lambda progress: _predict_tags(model, words, tags, progress)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
     columns = _columns_of(model, table, named)
@@ -424,7 +432,10 @@ def _predict_tags(
             row: Row = {"sentence": index, "word": word, "prediction": tags[place], "probability": best[place]}
             rows.append(row if true is None else {**row, "label": true[index][place]})
     predicted = [one["prediction"] for one in objects]
-    metrics = {} if true is None else tag_metrics(true, predicted, has_spans)
+    if true is None:
+        return Predictions(objects, rows, {})
+    true_have_spans = are_bio_tags([*model.labels, *itertools.chain.from_iterable(true)])
+    metrics = tag_metrics(true, predicted, has_spans and true_have_spans)
     return Predictions(objects, rows, metrics)
 
 

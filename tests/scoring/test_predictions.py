@@ -272,6 +272,26 @@ def test_tags_and_spans_are_those_of_the_development_predictions_and_of_a_pipeli
     ]
 
 
+def test_tags_of_another_kind_are_not_scored_and_single_ones_count_as_wrong_without_an_f1(
+    encoder: Pretrained, tmp_path: Path
+) -> None:
+    (tmp_path / "train.txt").write_text("the O\nold B-A\ndog I-A\n\na O\nbird B-A\n")
+    (tmp_path / "dev.txt").write_text("the O\nking O\n")  # a development file without a name in it
+    tune(encoder, tmp_path, name="ner", data=tmp_path)
+    (tmp_path / "parts.tsv").write_text("the\tDET\nold\tX\ndog\tNOUN\n")
+    (tmp_path / "mixed.txt").write_text("the O\nold X\n\ndog X\n")
+    (tmp_path / "table.tsv").write_text("number\tsentence\n7\tthe old dog\n")
+
+    parts = open_predictions(TunedModel(tmp_path), tmp_path / "parts.tsv")(lambda *_: None)
+    mixed, of_mixed = predict(tmp_path, tmp_path / "mixed.txt")
+    [row], _ = predict(tmp_path, tmp_path / "table.tsv", text_a="sentence")
+
+    assert parts.metrics == {} and "label" not in parts.rows[0]
+    assert any("is one of the model's (B-A, I-A, O), so none is scored" in note for note in parts.notes)
+    assert of_mixed == {"accuracy": sum(one["prediction"][:1] == ["O"] for one in mixed[:1]) / 3}
+    assert row["words"] == ["the", "old", "dog"]
+
+
 @torch.no_grad()
 def test_answers_are_those_of_the_development_predictions_and_the_best_span_of_transformers(
     encoder: Pretrained, tmp_path: Path
