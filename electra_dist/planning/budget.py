@@ -4,7 +4,8 @@ Guarantee: FLOPs are counted as for the model FLOPs utilisation (MFU) that runs 
 is needed. GPU, number of GPUs and utilisation come from the config's section `plan`.
 
 How: a step takes the time of its FLOPs at `plan.utilisation`, but at least as long as the host needs to launch its
-operators one after another. The launches are the limit of small models, however fast the GPU is.
+operators one after another. The launches are the limit of small models, however fast the GPU is. In two-stage training
+(`objective.generator_only_steps`) the duration is that of both stages, and a step is one of the second.
 
 Limits: the time of a launch is assumed, and a compiled model is treated like an eager one. Activations
 (`activation_memory.py` computes them), communication (`multi_node_scaling.py`), fragmentation, evaluation, checkpoints
@@ -14,6 +15,7 @@ and stalls are not counted. A token is a position of a row, so padding counts as
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
@@ -46,7 +48,7 @@ class Compute:
     tokens_per_s: float  # of all GPUs
     step_s: float  # seconds of an optimizer step
     launch_s: float  # seconds in which the host launches the operators of a step; a step never takes less
-    days: float  # of the whole run
+    days: float  # of the whole run, with its first stage if it has two
     gpu_hours: float  # of the whole run
 
 
@@ -84,17 +86,18 @@ def make_budget(config: Config) -> Budget:
         accumulation={ranks: _micro_batches(config, ranks) for ranks in train.possible_ranks()},
         flops=flops_per_token,
         run_flops=run_flops(config),
-        compute=_predict_compute(config, flops_per_token.total, tokens),
+        compute=_predict_compute(config),
     )
 
 
-def launch_seconds(config: Config) -> float:
+def launch_seconds(config: Config, first_stage: bool = False) -> float:
     """Return the seconds that the host needs to launch the operators of one micro-batch, forward and backward.
 
-    The number of operators is estimated from the number of layers, those of a generator that runs included.
+    The number of operators is estimated from the number of layers, those of a generator that runs included. In the
+    first stage of two-stage training, only the generator runs.
     """
     model = config.model
-    num_layers = model.discriminator.num_layers
+    num_layers = 0 if first_stage else model.discriminator.num_layers
     if config.objective.runs_generator:
         num_layers += model.generator.num_layers
     return (_OPERATORS_PER_LAYER * num_layers + _OPERATORS_BESIDE_LAYERS) * LAUNCH_S
@@ -106,11 +109,10 @@ def _micro_batches(config: Config, num_ranks: int) -> int:
     return train.global_batch // (num_ranks * train.fitting_micro_batch(num_ranks))
 
 
-def _predict_compute(config: Config, flops_per_token: float, tokens: int) -> Compute | None:
-    """Predict how long a run over `tokens` tokens takes; None in fp32, for which no peak of a GPU is known.
+def _predict_compute(config: Config) -> Compute | None:
+    """Predict how long a run takes; None in fp32, for which no peak of a GPU is known.
 
-    A step takes the time of its FLOPs or the time to launch its operators, whichever is longer. Raises UserError if
-    the GPU's peak is not known.
+    Raises UserError if the GPU's peak is not known.
     """
     plan = config.plan
     if peak_flops(plan.gpu) is None:
@@ -121,20 +123,37 @@ def _predict_compute(config: Config, flops_per_token: float, tokens: int) -> Com
     peak = peak_flops(plan.gpu, config.train.precision)
     if peak is None:
         return None
-    tokens_per_step = config.train.global_batch * config.data.seq_len
-    peak_of_all = plan.num_gpus * peak
-    flops_s = tokens_per_step * flops_per_token / (peak_of_all * plan.utilisation)
-    launch_s = _micro_batches(config, plan.num_gpus) * launch_seconds(config) + OPERATORS_OF_UPDATE * LAUNCH_S
-    step_s = max(flops_s, launch_s)
-    tokens_per_s = tokens_per_step / step_s
+    step = _predict_step(config, plan.num_gpus * peak, first_stage=False)
+    num_first = min(config.objective.generator_only_steps, config.train.num_steps)
+    run_s = (config.train.num_steps - num_first) * step.seconds
+    if num_first:
+        run_s += num_first * _predict_step(config, plan.num_gpus * peak, first_stage=True).seconds
     return Compute(
         gpu=plan.gpu,
         num_gpus=plan.num_gpus,
-        utilisation=min(plan.utilisation, tokens_per_s * flops_per_token / peak_of_all),
+        utilisation=min(plan.utilisation, step.flops / step.seconds / (plan.num_gpus * peak)),
         peak=peak,
-        tokens_per_s=tokens_per_s,
-        step_s=step_s,
-        launch_s=launch_s,
-        days=tokens / tokens_per_s / 86_400,
-        gpu_hours=plan.num_gpus * tokens / tokens_per_s / 3600,
+        tokens_per_s=config.train.global_batch * config.data.seq_len / step.seconds,
+        step_s=step.seconds,
+        launch_s=step.launch_s,
+        days=run_s / 86_400,
+        gpu_hours=plan.num_gpus * run_s / 3600,
     )
+
+
+class _Step(NamedTuple):
+    """Prediction of one optimizer step: its FLOPs, the time of its launches, and its time."""
+
+    flops: float
+    launch_s: float
+    seconds: float
+
+
+def _predict_step(config: Config, peak: float, first_stage: bool) -> _Step:
+    """Predict a step on GPUs of `peak` FLOP/s together: the time of its FLOPs or of its launches, the longer one."""
+    tokens = config.train.global_batch * config.data.seq_len
+    stage = 0 if first_stage else None
+    flops = tokens * token_flops(config.model, config.data.seq_len, config.objective, stage).total
+    launch_s = _micro_batches(config, config.plan.num_gpus) * launch_seconds(config, first_stage)
+    launch_s += OPERATORS_OF_UPDATE * LAUNCH_S
+    return _Step(flops, launch_s, max(flops / (peak * config.plan.utilisation), launch_s))

@@ -13,10 +13,11 @@ network: only one edge of the ring leaves each node, and it is assumed to use th
 node together.
 
 Limits: the time of a launch and the share of a bandwidth that is reached are assumed, not measured on a GPU. A
-compiled model is treated like an eager one, and the update of ZeRO stages 2 and 3 like that of stage 1. Latency,
-stragglers, checkpoints, evaluations and data stalls are not counted, so that a real step can take longer; where the
-assumed launches, bandwidths or throughput are too pessimistic, it takes less. The result is no bound in either
-direction. The constant `ASSUMPTIONS` states all this, and the printed plan shows it.
+compiled model is treated like an eager one, the update of ZeRO stages 2 and 3 like that of stage 1, and a step of the
+first stage of two-stage training like one of the second. Latency, stragglers, checkpoints, evaluations and data stalls
+are not counted, so that a real step can take longer; where the assumed launches, bandwidths or throughput are too
+pessimistic, it takes less. The result is no bound in either direction. The constant `ASSUMPTIONS` states most of this,
+and the printed plan shows it.
 """
 
 from __future__ import annotations

@@ -35,6 +35,19 @@ def test_tokens_flops_and_time_of_electra_large_equal_the_sums_by_hand():
     assert compute.step_s == pytest.approx(compute.days * 86_400 / 400_000)
 
 
+def test_two_stages_take_the_time_of_the_flops_of_both():
+    """Without launches as the limit, the time of a run is that of its FLOPs, which the first stage has fewer of."""
+    towers = ["model.generator={num_layers: 24, hidden_size: 1024, num_heads: 16, intermediate_size: 4096}"]
+    towers += ["model.generator_embedding_size=null", "model.sharing=none", "objective.generator_only_steps=300000"]
+
+    budget = make_budget(large_config(*towers, "plan.gpu=A100", "plan.num_gpus=64", "plan.utilisation=0.5"))
+
+    compute = budget.compute
+    assert compute is not None
+    assert compute.gpu_hours == pytest.approx(budget.run_flops / (312e12 * 0.5) / 3600)
+    assert compute.days < 0.9 * 400_000 * compute.step_s / 86_400
+
+
 @given(num_micro_batches=st.integers(1, 96), micro_batch=st.integers(1, 5))
 def test_the_world_sizes_are_exactly_those_that_can_share_the_global_batch(num_micro_batches: int, micro_batch: int):
     global_batch = num_micro_batches * micro_batch
