@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from decimal import Decimal, InvalidOperation
@@ -176,7 +177,7 @@ def split_off(texts: Texts, share: float, seed: int, is_regression: bool) -> tup
 
 
 def held_out_rows(file: Path, keys: Sequence[str] | Sequence[float], share: float, seed: int) -> list[int]:
-    """Choose rows to hold out: about a `share`, at most a half, of the rows with each key; return their numbers.
+    """Choose rows to hold out: about a `share`, but never all, of the rows with each key; return their numbers.
 
     The choice depends on keys and seed only. A key is a label; a label (not a number) that occurs once stays in
     training. Raises UserError, which names `file`, if no row would be held out.
@@ -352,12 +353,12 @@ def _labels_of(train: Texts) -> tuple[str, ...]:
 
 
 def remarks_on_labels(labels: Sequence[str]) -> list[str]:
-    """Return a line for each group of labels that differ only in case or in spaces, and so may be meant as one."""
+    """Return a line for each group of labels that look alike or differ only in case, and so may be meant as one."""
     alike: dict[str, list[str]] = defaultdict(list)
     for label in labels:
-        alike[" ".join(label.casefold().split())].append(label)
+        alike[" ".join(unicodedata.normalize("NFKC", label).casefold().split())].append(label)
     return [
-        f"{' and '.join(f'`{label}`' for label in group)} differ only in case or spaces, and are learnt as "
+        f"{' and '.join(f'`{label}`' for label in group)} differ only in case, spaces or encoding, and are learnt as "
         f"{len(group)} labels; write them in one way if they mean the same"
         for group in alike.values()
         if len(group) > 1

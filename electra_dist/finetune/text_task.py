@@ -33,6 +33,7 @@ from electra_dist.finetune.labelled_texts import (
     TextSpec,
     find_file,
     find_split,
+    list_names,
     read_texts,
     remarks_on_labels,
     split_off,
@@ -276,8 +277,15 @@ class TextTask(Task):
         self.train, self.dev[""] = split_off(self.train, share, seed, not self.labels)
         self.notes.append(
             f"{self.train.file}: no development file, so {len(self.dev[''].a)} of {num_examples} examples are held "
-            f"out, of every label alike (--dev-share {share}, --split-seed {seed}); finetune.json has their lines"
+            f"out, the same share of every label (--dev-share {share}, --split-seed {seed}); finetune.json has their "
+            f"lines"
         )
+        not_held_out = sorted(set(self.train.label) - set(self.dev[""].label)) if self.labels else []
+        if not_held_out:
+            self.notes.append(
+                f"{self.train.file}: {len(not_held_out)} of {len(self.labels)} labels are too rare to be held out, so "
+                f"the score says nothing of them: {list_names(not_held_out)}; raise --dev-share, or give --dev"
+            )
 
     def examples(self, encoder: Pretrained, settings: FinetuneConfig) -> Examples:
         """Return the training examples as rows of token ids with their targets.

@@ -177,11 +177,10 @@ def fit(
     examples, the steps done and the steps in total. Raises Diverged if the loss became NaN or infinite; it is checked
     every 16 steps only, because each check waits for the device.
 
-    With the setting `early_stopping`, `score` is called after each epoch, with the model in evaluation mode, and the
-    model ends with the weights of the highest score, the first of equal ones.
+    With the setting `early_stopping`, `score` is called after each step that ends an epoch, and after the last step,
+    with the model in evaluation mode. The model ends with the weights of the highest score, the first of equal ones.
     """
     best = None if score is None or settings.early_stopping == 0 else _BestWeights(model, score)
-    steps_per_epoch = max(1, len(examples.ids) // settings.batch)
     device = next(model.parameters()).device
     num_steps = count_steps(len(examples.ids), settings)
     epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
@@ -206,7 +205,9 @@ def fit(
             if step % _CHECK_EVERY == 0 or is_last:
                 _check_finite(losses)
                 progress(activity, step + 1, num_steps)
-            if best is not None and ((step + 1) % steps_per_epoch == 0 or is_last):
+            rows_before, rows_after = step * settings.batch, (step + 1) * settings.batch
+            is_end_of_epoch = rows_after // len(examples.ids) > rows_before // len(examples.ids)
+            if best is not None and (is_end_of_epoch or is_last):
                 _check_finite(losses)
                 best.update()
                 if best.num_worse >= settings.early_stopping:

@@ -104,6 +104,7 @@ def test_held_out_examples_depend_on_labels_and_seed_and_each_label_loses_its_sh
     assert tasks[1].dev[""].line == dev.line and tasks[1].digest == tasks[0].digest
     assert tasks[2].dev[""].line != dev.line and tasks[2].digest != tasks[0].digest
     assert tasks[0].data["split"] == {"dev_share": 0.2, "split_seed": 0, "dev_lines": dev.line}
+    assert "1 of 3 labels are too rare to be held out, so the score says nothing of them: once;" in tasks[0].notes[2]
 
 
 def test_a_development_file_and_the_splits_of_a_saved_dataset_are_used_as_they_are(tmp_path: Path) -> None:

@@ -124,6 +124,28 @@ def test_early_stopping_keeps_the_weights_of_the_best_epoch(encoder: Pretrained)
         assert torch.equal(value, weights[1][name])
 
 
+def test_early_stopping_scores_each_epoch_once_if_a_step_begins_in_one_and_ends_in_the_next(
+    encoder: Pretrained,
+) -> None:
+    """Epochs of 3 examples end within the steps 2, 3, 5 and 6 of 2 examples each; step 6 is the last one."""
+    settings = FinetuneConfig(epochs=4.0, batch=2, early_stopping=10)
+    network = StockNetwork(encoder, "SequenceClassification", labels_config("ab"), settings, seed=1)
+    examples = Examples(ids=[[2, 7, 3], [2, 8, 3], [2, 9, 3]], target_NK=torch.tensor([[0], [1], [0]]))
+    steps: list[int] = []
+    scored_after: list[int] = []
+
+    def score() -> float:
+        scored_after.append(len(steps))
+        return 0.5
+
+    model = Classifier(network, encoder.special)
+    network.register_forward_hook(lambda *_: steps.append(1))
+    trained = fit(model, 2, examples, settings, 0, score=score)
+
+    assert trained.steps == 6
+    assert scored_after == [2, 3, 5, 6]
+
+
 def test_weights_of_labels_are_factors_of_their_losses(encoder: Pretrained) -> None:
     """The balanced weight of a label is N / (labels * N of the label), as in scikit-learn."""
     assert label_weights({"a": 6, "b": 2}, "ab", "balanced") == pytest.approx([8 / 12, 8 / 4])
