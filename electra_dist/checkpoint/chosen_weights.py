@@ -96,7 +96,9 @@ def read_chosen(
 def _read_best(targets: Sequence[Store], owner: Owner | None) -> ChosenWeights:
     """Read the best checkpoint that is good; the result's `damaged` has a line for each better one that is damaged."""
     damaged: list[str] = []
-    best = next(_read_good(targets, _best_first(targets), damaged, owner), None)
+    found = checkpoints(targets)
+    ranked = best_first(found, {checkpoint: held_out_score(checkpoint) for checkpoint in found})
+    best = next(_read_good(targets, _steps(ranked), damaged, owner), None)
     if best is not None:
         return best._replace(damaged=damaged)
     if damaged:
@@ -124,11 +126,6 @@ def _read_good(
             owner.check(found.state, _urls(targets))
         damaged += found.damaged
         yield found
-
-
-def _best_first(targets: Sequence[Store]) -> list[int]:
-    found = checkpoints(targets)
-    return _steps(best_first(found, {checkpoint: held_out_score(checkpoint) for checkpoint in found}))
 
 
 def _steps(found: Iterable[Checkpoint]) -> list[int]:

@@ -43,7 +43,7 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
     """
     if store.exists(MANIFEST_KEY):
         raise UserError(f"{store.url}: already has a corpus.json; delete corpus.json to index the shards again")
-    names = [key for key in store.list() if _is_shard_of_top_folder(key)]
+    names = [key for key in store.list() if key.endswith(".tar") and "/" not in key]
     if not names:
         raise UserError(f"{store.url}: has no *.tar to index; give the folder or s3:// prefix that holds the shards")
     entries: list[ShardEntry] = []
@@ -64,10 +64,6 @@ def index_corpus(store: Store, vocabulary: Vocabulary, lowercase: bool) -> Corpu
     write_corpus_vocabulary(store, vocabulary.text)
     write_manifest(store, manifest)
     return manifest
-
-
-def _is_shard_of_top_folder(key: str) -> bool:
-    return key.endswith(".tar") and "/" not in key
 
 
 def _local_shard(store: Store, name: str, folder: Path) -> Path:

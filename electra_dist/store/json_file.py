@@ -2,8 +2,8 @@
 
 Every reader of a JSON file or of a line of JSON uses this module, which reports all damage alike.
 
-`read_document` and `find_document` read a whole file, local or in a store, as the type of its content. An object of a
-store that is wrong is read again first, because a service or a proxy may have sent another body (`Store.reread`).
+`read_document` and `find_document` read a whole file as the type of its content. An object of a store that is wrong is
+read again first, because a service or a proxy may have sent another body (`Store.reread`).
 
 Text that a corpus is built from is read by `corpus/`, which leaves out a damaged document and counts it.
 
@@ -89,25 +89,15 @@ def first_fault(error: ValidationError) -> str:
     return f"the value of `{key}` is wrong: {reason}" if key else reason
 
 
-def read_document(
-    place: Path | tuple[Store, str],
-    kind: type[T] | TypeAdapter[T],
-    next_step: str,
-    error_class: type[UserError] = UserError,
-) -> T:
-    """Return the JSON object in a local file or in an object of a store (store, key), converted to `kind`.
+def read_document(path: Path, kind: type[T] | TypeAdapter[T], next_step: str) -> T:
+    """Return the JSON object in a local file, converted to `kind`.
 
-    Raises StoreMissing if there is no file, `error_class` if it is damaged. `next_step` ends the message about a
-    damaged file: what the user can do, as an imperative.
+    Raises StoreMissing if there is no file, UserError if it is damaged. `next_step` ends the message about a damaged
+    file: what the user can do, as an imperative.
     """
-    if isinstance(place, Path):
-        with readable(place):
-            data = read_regular(place)
-        return parse_document(data, place, kind, next_step, error_class)
-    store, key = place
-    return store.read_verified(
-        key, lambda data: parse_document(data, f"{store.url}/{key}", kind, next_step, error_class)
-    )
+    with readable(path):
+        data = read_regular(path)
+    return parse_document(data, path, kind, next_step)
 
 
 def find_document(
@@ -116,9 +106,12 @@ def find_document(
     next_step: str,
     error_class: type[UserError] = UserError,
 ) -> T | None:
-    """Return what `read_document` returns, or None if there is no such file."""
+    """Return the JSON object in a local file or in an object of a store (store, key), or None if there is none.
+
+    It is converted to `kind`; if it is damaged, `error_class` is raised. `next_step` is as in `read_document`.
+    """
     if isinstance(place, Path):
-        return read_document(place, kind, next_step, error_class) if place.exists() else None
+        return read_document(place, kind, next_step) if place.exists() else None
     store, key = place
 
     def read() -> T | None:

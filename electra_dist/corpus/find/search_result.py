@@ -106,7 +106,8 @@ def _hit_table(result: SearchResult) -> Table:
         if has_documents:
             cells.append(_documents_text(hit.documents or []))
         if result.uses is not None:
-            cells.append("; ".join(_use_text(use) for use in result.uses[index]) or "none")
+            uses = [f"{use.step} (epoch {use.epoch}, {use.state})" for use in result.uses[index]]
+            cells.append("; ".join(uses) or "none")
         table.add_row(*cells)
     return table
 
@@ -116,8 +117,3 @@ def _documents_text(documents: list[RowDocument]) -> str:
     names = list(dict.fromkeys(f"{document.source}: {document.document}" for document in documents))
     shown = "; ".join(names[:_MAX_DOCUMENTS])
     return shown if len(names) <= _MAX_DOCUMENTS else f"{shown}; and {len(names) - _MAX_DOCUMENTS} more"
-
-
-def _use_text(use: RowUse) -> str:
-    """Return a use of a row in words: step, epoch and state, such as "12 (epoch 0, read)"."""
-    return f"{use.step} (epoch {use.epoch}, {use.state})"

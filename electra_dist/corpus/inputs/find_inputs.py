@@ -180,7 +180,8 @@ class _Search:
 
     def _is_read(self, key: str) -> bool:
         """Return whether an object below a given folder is read; count it with its reason if it is not."""
-        reason = "hidden" if _is_hidden(key) else _reason_by_name(key, self._with_pages)
+        is_hidden = any(part.startswith(".") for part in PurePosixPath(key).parts)
+        reason = "hidden" if is_hidden else _reason_by_name(key, self._with_pages)
         if reason is not None:
             self.skipped.skip_input(reason, key)
         return reason is None
@@ -341,7 +342,3 @@ def _source_of(given: str, name: str) -> str:
     """
     first_folder, separator, _ = name.partition("/")
     return f"{given}/{encodable(first_folder)}" if separator else given
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(name).parts)

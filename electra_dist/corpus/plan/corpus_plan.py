@@ -224,7 +224,7 @@ def _count_files(rates: CorpusRates, request: BuildRequest, work: Workload) -> _
         buckets=num_buckets,
         shards=num_buckets * shards_per_bucket,
         heldout_buckets=num_buckets if request.corpus.heldout_fraction else 0,
-        heldout_shards=_heldout_shards(row_bytes, request),
+        heldout_shards=math.ceil(row_bytes * request.corpus.heldout_fraction / request.shard_bytes),
         sample_pieces=_sample_pieces(work, num_spills),
         parts=work.num_machines,
         workers=work.cores_per_machine,
@@ -286,10 +286,6 @@ def _sample_pieces(work: Workload, num_spills: int) -> int:
     num_readings = math.ceil(math.log2(num_cells + 1))
     documents_per_cell = work.num_documents / (NUM_CELLS * num_spills)
     return round(sum(num_spills * -math.expm1(-documents_per_cell * 2**number) for number in range(num_readings)))
-
-
-def _heldout_shards(row_bytes: float, request: BuildRequest) -> int:
-    return math.ceil(row_bytes * request.corpus.heldout_fraction / request.shard_bytes)
 
 
 def _prepare_steps(rates: CorpusRates, work: Workload) -> list[PlannedStep]:
