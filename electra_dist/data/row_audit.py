@@ -17,6 +17,7 @@ Limits: it proves which rows were used, not what was computed from them.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -184,13 +185,7 @@ def _indexes_to_check(marks: Sequence[Mark], global_batch: int) -> list[int]:
 def _first_bad_index(marks: Sequence[Mark], expected: Expected, good: int, bad: int) -> int:
     """Find by bisection the first wrong mark after index `good` (-1: none is good), up to `bad`; return its index."""
     # Receipts after a wrong one are wrong, too, unless a second error cancels the first.
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if _is_good(marks[middle], expected):
-            good = middle
-        else:
-            bad = middle
-    return bad
+    return bisect.bisect_left(range(bad), True, lo=good + 1, key=lambda index: not _is_good(marks[index], expected))
 
 
 def _deviation(good: Mark, bad: Mark, expected: Expected, corpora: Corpora) -> Deviation:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -291,18 +292,10 @@ def _join_origins(chunks: Sequence[Rows], tables: Sequence[pyarrow.Table]) -> py
 
 def _consecutive(cells: Iterable[int]) -> Iterator[range]:
     """Divide a sequence into ranges of consecutive numbers: [4094, 4095, 0, 1] gives 4094-4095 and 0-1."""
-    start: int | None = None
-    end = 0
-    for cell in cells:
-        if start is not None and cell == end:
-            end += 1
-            continue
-        if start is not None:
-            yield range(start, end)
-        start = cell
-        end = cell + 1
-    if start is not None:
-        yield range(start, end)
+    # Within a range, the cells are greater than their places in the sequence by the same number.
+    for _, run in itertools.groupby(enumerate(cells), key=lambda pair: pair[1] - pair[0]):
+        numbers = [cell for _, cell in run]
+        yield range(numbers[0], numbers[-1] + 1)
 
 
 def cut_chunks(documents: Sequence[RawDocument], chunk_bytes: int) -> Iterator[list[RawDocument]]:

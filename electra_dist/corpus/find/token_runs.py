@@ -10,6 +10,7 @@ compared with the text token by token, so that the result does not depend on the
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -108,13 +109,4 @@ def _first_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _longest_common_run(row: list[int], tokens: list[int]) -> int:
     """Return the length of the longest run of consecutive tokens that is in both lists."""
-    longest = 0
-    previous = [0] * (len(tokens) + 1)  # length of the common run that ends at each token, for the last row token
-    for row_token in row:
-        current = [0] * (len(tokens) + 1)
-        for place, token in enumerate(tokens):
-            if token == row_token:
-                current[place + 1] = previous[place] + 1
-                longest = max(longest, current[place + 1])
-        previous = current
-    return longest
+    return difflib.SequenceMatcher(None, row, tokens, autojunk=False).find_longest_match().size

@@ -139,8 +139,12 @@ class _Search:
             whole = f" (one of the pattern {source})" if is_pattern else ""
             raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
         if root.is_dir():
-            for name, file in _files_in_folder(root, self.skipped, with_pages=self._with_pages):
-                self._add_file(name, file, _source_of(source, name), is_given=False)
+            for name, file in _FolderSearch(root, self.skipped).files():
+                reason = _reason_to_skip(file, name, self._with_pages)
+                if reason is None:
+                    self._add_file(name, file, _source_of(source, name), is_given=False)
+                else:
+                    self.skipped.skip_input(reason, name)
             return
         if self._kind_of(root.name) is None:
             if is_page(root.name):
@@ -235,16 +239,6 @@ class _Search:
         if url not in self._store_of_url:
             self._store_of_url[url] = open_store(url, self._endpoint_url)
         return self._store_of_url[url]
-
-
-def _files_in_folder(folder: Path, skipped: Counts, *, with_pages: bool) -> Iterator[tuple[str, Path]]:
-    """Yield the name below a folder and the path of each of its files that is to be read; count everything else."""
-    for name, path in _FolderSearch(folder, skipped).files():
-        reason = _reason_to_skip(path, name, with_pages)
-        if reason is None:
-            yield name, path
-        else:
-            skipped.skip_input(reason, name)
 
 
 def _reason_to_skip(path: Path, name: str, with_pages: bool) -> str | None:
