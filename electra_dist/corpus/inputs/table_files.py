@@ -41,6 +41,7 @@ _BINARY_OF_STRINGS = {
     pyarrow.large_string(): pyarrow.large_binary(),
     pyarrow.string_view(): pyarrow.binary_view(),
 }
+_TEXT_TYPES = {*_BINARY_OF_STRINGS, *_BINARY_OF_STRINGS.values(), pyarrow.null()}
 _ID_COLUMN = "id"  # optional column with the ids of the documents
 
 
@@ -297,9 +298,7 @@ def _names_of_columns(fields: Iterable[pyarrow.Field], prefix: str = "") -> Iter
 
 
 def _fields_within(column_type: pyarrow.DataType) -> list[pyarrow.Field]:
-    if not pyarrow.types.is_struct(column_type):
-        return []
-    return [column_type.field(index) for index in range(column_type.num_fields)]
+    return list(column_type) if pyarrow.types.is_struct(column_type) else []
 
 
 def _is_text(column_type: pyarrow.DataType) -> bool:
@@ -309,15 +308,7 @@ def _is_text(column_type: pyarrow.DataType) -> bool:
         return _is_text(column_type.storage_type)
     if types.is_dictionary(column_type) or types.is_run_end_encoded(column_type):
         return _is_text(column_type.value_type)
-    return (
-        types.is_string(column_type)
-        or types.is_large_string(column_type)
-        or types.is_string_view(column_type)
-        or types.is_binary(column_type)
-        or types.is_large_binary(column_type)
-        or types.is_binary_view(column_type)
-        or types.is_null(column_type)
-    )
+    return column_type in _TEXT_TYPES
 
 
 def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
