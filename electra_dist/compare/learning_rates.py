@@ -178,6 +178,6 @@ def _value(config: Config) -> float | None:
     """Return what the newest evaluation of a run found, context AUC or loss; None if it is missing or not finite."""
     scores: dict[str, float] = {}
     for record in iter_evaluations(Path(config.run_dir)):
-        scores = evaluation_scores(record, config.objective)
+        scores = evaluation_scores(record, config.objective.facts)
     value = scores.get("eval_context_auc", scores.get("eval_loss", math.nan))
     return value if math.isfinite(value) else None

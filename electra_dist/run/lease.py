@@ -156,7 +156,7 @@ class RunLease:
     def is_lost(self) -> bool:
         """Return whether the lease is lost, so that this process must stop writing; the call costs one `stat`."""
         with contextlib.suppress(OSError):  # storage that does not answer says nothing about the lease
-            if _file_id(self._lease.path) is None:
+            if not self._lease.path.exists():
                 self._look()
         return self._lost != ""
 

@@ -63,18 +63,18 @@ class Console:
         """Print the line of a logged step, write it to log.txt, and move the progress bar to that step."""
         if self._num_lines == 0:
             for text in LEGEND:
-                self.note(text)
+                self._print(text)
         if self._num_lines % LINES_PER_HEADER == 0:
-            self.note(format_header(self.total_steps))
+            self._print(format_header(self.total_steps))
         self._num_lines += 1
-        self.note(format_line(record, self.total_steps))
+        self._print(format_line(record, self.total_steps))
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
 
     def evaluation(self, record: EvalRecord) -> None:
         """Print the lines of an evaluation on held-out rows, and write them to log.txt."""
         for text in format_evaluation(record, self.total_steps):
-            self.note(text)
+            self._print(text)
 
     def close(self) -> None:
         """Remove the progress bar and close log.txt. Calling it twice is fine."""
@@ -88,12 +88,16 @@ class Console:
 
         A line that a full disk refuses is lost, and the run goes on.
         """
-        self._write_to_log(printable(text))
+        self._print(printable(text))
+
+    def _print(self, text: str) -> None:
+        """Do what `note` says with a text that needs no escapes."""
+        self._write_to_log(text)
         with contextlib.suppress(OSError):
             if self._progress is not None:
                 self._progress.console.print(text, soft_wrap=True)
             else:
-                print(printable(text), file=self._stream, flush=True)
+                print(text, file=self._stream, flush=True)
 
     def _write_to_log(self, text: str) -> None:
         """Write a line to log.txt; if the disk has refused earlier lines, first write how many are missing."""
@@ -133,13 +137,13 @@ def format_header(total_steps: int) -> str:
     names = ("mlm", "rtd", "repl", "orig", "lr", "gnorm", "tok/s", "mfu", "wait", "mem", "eta")
     widths = (6, 6, 5, 5, 8, 6, 5, 5, 5, 6, 6)
     cells = [f"{name:>{width}}" for name, width in zip(names, widths, strict=True)]
-    return " ".join([f"{'step':>{_step_width(total_steps)}}  done", *cells])
+    return " ".join([f"{_step_column('step', total_steps)}  done", *cells])
 
 
 def format_line(record: StepRecord, total_steps: int) -> str:
     """Return the line of a logged step, in columns that `LEGEND` explains; "-" for values that are not known."""
     columns = [
-        f"{_step_of(record.step, total_steps)} {_percent(record.step / total_steps)}",
+        f"{_step_column(f'{record.step}/{total_steps}', total_steps)} {_percent(record.step / total_steps)}",
         f"{record.mlm_loss:6.3f}",
         f"{record.rtd_loss:6.4f}",
         _percent(record.replaced_accuracy),
@@ -149,7 +153,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
         f"{format_count(record.tokens_per_s):>5}",
         _percent(record.mfu),
         _percent(record.data_wait),
-        _gigabytes(record.memory_gb),
+        "     -" if record.memory_gb is None else f"{record.memory_gb:5.1f}G",
         f"{format_duration(record.eta_s):>6}",
     ]
     return " ".join(columns)
@@ -157,7 +161,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
     """Return the two lines of an evaluation on held-out rows; a context AUC or entropy that is NaN is left out."""
-    begin = f"{_step_of(record.step, total_steps)} eval:"
+    begin = f"{_step_column(f'{record.step}/{total_steps}', total_steps)} eval:"
     first = (
         f"{begin} mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)} | rtd {record.rtd_loss:.4f} "
         f"acc {_percent(record.accuracy)} prec {_percent(record.precision)} recall {_percent(record.recall)} "
@@ -172,12 +176,10 @@ def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
     return [first, f"{begin} {' | '.join(parts)}"]
 
 
-def _step_width(total_steps: int) -> int:
-    return max(len("step"), 2 * len(str(total_steps)) + 1)
-
-
-def _step_of(step: int, total_steps: int) -> str:
-    return f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}"
+def _step_column(text: str, total_steps: int) -> str:
+    """Align a text to the right in the first column, which has room for "STEP/STEPS" at the last step."""
+    width = max(len("step"), 2 * len(str(total_steps)) + 1)
+    return f"{text:>{width}}"
 
 
 def _percent(fraction: float | None) -> str:
@@ -197,9 +199,3 @@ def _norm(norm: float) -> str:
     if norm < 9999.95:  # From here on, one decimal would be rounded to 10000.0, which is too wide.
         return f"{norm:6.1f}"
     return f"{norm:6.0e}"
-
-
-def _gigabytes(size_gb: float | None) -> str:
-    if size_gb is None:
-        return "     -"
-    return f"{size_gb:5.1f}G"

@@ -130,31 +130,39 @@ class JsonlFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the records that the disk has refused so far, if any. Raises StoreAway if the disk refuses again."""
-        if not self._unwritten:
-            return
-        with self._opened():
-            if self._valid_bytes is not None:  # Cut off the rest of a failed write.
-                os.ftruncate(self._file, self._valid_bytes)
-                self._valid_bytes = None
-            size_bytes = os.fstat(self._file).st_size
+        """Write the records that the disk has refused so far, if any. Raises StoreAway if the disk refuses again.
+
+        If `replace` has closed the file, open it again first.
+        """
+        valid_bytes = self._valid_bytes
+        try:
+            if self._file == _UNOPENED:
+                self._file = self._open()
+            if not self._unwritten:
+                return
+            if valid_bytes is None:
+                valid_bytes = os.fstat(self._file).st_size
+            else:  # Cut off the rest of a failed write.
+                os.ftruncate(self._file, valid_bytes)
             data = memoryview(b"".join(self._unwritten))
-            try:
-                while data:
-                    num_written = os.write(self._file, data)
-                    data = data[num_written:]
-            except OSError:
-                self._valid_bytes = size_bytes
+            while data:
+                num_written = os.write(self._file, data)
+                data = data[num_written:]
+        except OSError:
+            self._valid_bytes = valid_bytes
+            if valid_bytes is not None:
                 with contextlib.suppress(OSError):  # A read-only disk refuses this, too; the next write tries again.
-                    os.ftruncate(self._file, size_bytes)
+                    os.ftruncate(self._file, valid_bytes)
+            with writable(self.path):  # turns the error into a StoreError
                 raise
-            self._unsynced += self._unwritten
-            self._unwritten = []
+        self._valid_bytes = None
+        self._unsynced += self._unwritten
+        self._unwritten = []
 
     def sync(self) -> None:
         """Wait until all records are on the disk (fsync, some milliseconds). Raises StoreAway as `append` does."""
         self.flush()
-        with self._opened():
+        with writable(self.path):
             try:
                 os.fsync(self._file)
             except OSError:
@@ -178,7 +186,8 @@ class JsonlFile:
 
     def cut(self, size_bytes: int) -> None:
         """Remove everything behind the first `size_bytes` bytes, which must end with a whole line."""
-        with self._opened():
+        self.flush()
+        with writable(self.path):
             os.ftruncate(self._file, size_bytes)
         self.sync()
 
@@ -193,14 +202,6 @@ class JsonlFile:
         if self._file >= 0:
             os.close(self._file)
         self._file = _CLOSED
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Open the file again if `replace` has closed it, and turn an OSError of the block into a StoreError."""
-        with writable(self.path):
-            if self._file == _UNOPENED:
-                self._file = self._open()
-            yield
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.config import ObjectiveConfig
 from electra_dist.config.schedule import value_at
+from electra_dist.config.sections.objective import ObjectiveFacts
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.engine.engine import Engine
 from electra_dist.objectives.base import StepInput, StepOutput, Sums, evaluation_values
@@ -284,11 +284,11 @@ def open_evaluator(start: Start, stack: contextlib.ExitStack) -> Evaluator | Non
     )
 
 
-def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveConfig) -> dict[str, float]:
+def evaluation_scores(evaluation: EvalRecord, objective: ObjectiveFacts) -> dict[str, float]:
     """Return the scores by which `checkpoint.keep_best` compares checkpoints, named as the fields of `RunState`."""
-    if not objective.facts.predicts_tokens:
+    if not objective.predicts_tokens:
         return {"eval_context_auc": evaluation.context_auc, "eval_loss": evaluation.rtd_loss}
-    if not objective.facts.has_generator:
+    if not objective.has_generator:
         return {"eval_loss": evaluation.mlm_loss}
     return {"eval_loss": evaluation.token_loss}
 

@@ -406,6 +406,10 @@ class StepRecorder:
         tokens_per_s = sums.tokens / step_s
         num_steps = self._config.train.num_steps
         progress = (done - 1) / num_steps  # steps are numbered from 0
+        if self._device.type == "cuda":
+            memory_bytes = torch.cuda.max_memory_allocated()
+        else:
+            memory_bytes = psutil.Process().memory_info().rss  # at present, because the peak is not known
         scheduled: dict[str, Any] = {key: value_at(schedule, progress) for key, schedule in self._schedules.items()}
         return StepRecord(
             step=done,
@@ -423,7 +427,7 @@ class StepRecorder:
             tokens_per_s=tokens_per_s,
             mfu=None if self._peak_flops is None else self._mfu(done, tokens_per_s, self._peak_flops),
             data_wait=data_wait,
-            memory_gb=self._memory_gb(),
+            memory_gb=memory_bytes / 1e9,
             eta_s=step_s * (num_steps - done),
             tokens_seen=round(receipt.rows * self._tokens_per_row(done)),
             step_s=step_s,
@@ -456,12 +460,6 @@ class StepRecorder:
         last_step = done - 1  # its stage of training decides the FLOPs
         flops_per_token = token_flops(config.model, config.data.seq_len, config.objective, last_step).total
         return mfu(tokens_per_s, flops_per_token, dist.get_world_size(), peak_flops)
-
-    def _memory_gb(self) -> float:
-        """Return this rank's peak GPU memory or, on a CPU, its present host memory, in 1e9 bytes."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 1e9
-        return psutil.Process().memory_info().rss / 1e9
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -125,6 +125,7 @@ class Trainer:
         self.stop = start.stop
         self.monitor = monitor
         self.patience = start.patience
+        self._objective_facts = config.objective.facts
         # An earlier start may have been killed between the last of several stopped steps and the rollback.
         missed_rollback = skips.roll_back(config) if skips.reaches(config.guard.max_in_a_row) else None
         self.checkpointer = Checkpointer(start)
@@ -299,10 +300,19 @@ class Trainer:
         num_steps = self.config.train.num_steps
         lr = self.config.optimizer.learning_rate(step, num_steps)
         generator_lr = self.config.optimizer.generator_learning_rate(step, num_steps)
+        lease = self.start.lease
         with self.clock.step():
             batch = loader.next()
             self.monitor.waits_for_storage("")  # ends a wait for rows that was reported
-            result = train_step(batch, lr, self.state.guard.fault, self._flags(loader), generator_lr)
+            flags = RankFlags(
+                stop=self.stop.wants_stop() or (lease is not None and lease.is_lost),
+                save=self.stop.wants_save(),
+                sick=self.monitor.sick,
+                retries=self.patience.retries,
+                retry_wait_ms=round(1000 * self.patience.retry_wait_s),
+                refetches=loader.refetches,
+            )
+            result = train_step(batch, lr, self.state.guard.fault, flags, generator_lr)
         self.clock.spent["data"] = loader.wait_s
         if result.fault:
             self._skip_stopped_step(train_step, batch, result.fault)
@@ -344,7 +354,7 @@ class Trainer:
         with self.clock.evaluation():
             evaluation = evaluator.run(self.engine, self.state.step)
         # A checkpoint of this step records the scores, by which `checkpoint.keep_best` chooses.
-        self.state.eval_scores = evaluation_scores(evaluation.record, self.config.objective)
+        self.state.eval_scores = evaluation_scores(evaluation.record, self._objective_facts)
         if self.reporter:
             self.reporter.evaluation(evaluation.record, evaluation.rows)
         if evaluation.fault:
@@ -358,17 +368,6 @@ class Trainer:
         """Raise LeaseLost if another start of the run has taken the run folder, or the folder is gone. Rank 0 only."""
         assert self.start.lease is not None
         self.start.lease.check()
-
-    def _flags(self, loader: RowLoader) -> RankFlags:
-        lease = self.start.lease
-        return RankFlags(
-            stop=self.stop.wants_stop() or (lease is not None and lease.is_lost),
-            save=self.stop.wants_save(),
-            sick=self.monitor.sick,
-            retries=self.patience.retries,
-            retry_wait_ms=round(1000 * self.patience.retry_wait_s),
-            refetches=loader.refetches,
-        )
 
     def _save(self) -> None:
         """Start saving a checkpoint of the present state, and schedule the next save. Collective."""

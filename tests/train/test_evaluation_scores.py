@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from electra_dist.config import ObjectiveConfig
+from electra_dist.config.sections.objective import OBJECTIVES
 from electra_dist.run.metrics import EvalRecord
 from electra_dist.train.evaluator import evaluation_scores
 
@@ -43,4 +43,4 @@ EVALUATION = EvalRecord(
 )
 def test_a_checkpoint_records_the_scores_of_its_objective(name: Any, scores: dict[str, float]) -> None:
     """`mlm` has no discriminator, whose loss is then 0: a choice by that loss would be the newest checkpoint."""
-    assert evaluation_scores(EVALUATION, ObjectiveConfig(name=name)) == scores
+    assert evaluation_scores(EVALUATION, OBJECTIVES[name]) == scores
