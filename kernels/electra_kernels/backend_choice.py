@@ -11,6 +11,7 @@ meant for tests.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -19,6 +20,7 @@ from electra_kernels import BackendUnavailable
 BACKENDS = ("auto", "triton", "cuda", "reference")
 
 
+@functools.cache  # each operation asks at every call, and the answer stays the same as long as the process
 def resolve(backend: str, device: str, *, in_cuda_library: bool = True) -> str:
     """Return which implementation of an operation runs on a device: "triton", "cuda", or "reference" (plain PyTorch).
 

@@ -373,19 +373,12 @@ def gelu_gradient(grad_TI: torch.Tensor, x_TI: torch.Tensor, sums: TokenSums) ->
     `grad_TI`, contiguous, is the gradient of GELU's output and may be overwritten.
     """
     if sums.partials_PC is None:
-        grad_x_TI, sum_I = gelu_gradient_reference(grad_TI, x_TI)
-        sums.add(sum_I)
+        grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)
+        sums.add(grad_x_TI.sum(0, dtype=torch.promote_types(x_TI.dtype, torch.float32)))
         return grad_x_TI
     from electra_kernels.triton.layer_passes import gradient_strips
 
     return gradient_strips(grad_TI, x_TI, sums.partials_PC, sums.take_columns(grad_TI.shape[1]))
-
-
-def gelu_gradient_reference(grad_TI: torch.Tensor, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of GELU's input `x_TI`, [T, I], and its sum over the tokens, [I], which is fp32 or wider."""
-    compute_dtype = torch.promote_types(x_TI.dtype, torch.float32)
-    grad_x_TI = torch.ops.aten.gelu_backward(grad_TI, x_TI)
-    return grad_x_TI, grad_x_TI.sum(0, dtype=compute_dtype)
 
 
 def join_gradients(

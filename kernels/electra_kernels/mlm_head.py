@@ -113,7 +113,10 @@ def mlm_head_loss_and_sample(
     if x_MD.device.type != "cpu":
         chunk = _without_small_rest(len(x_MD), chunk)
     weight_M = weight_M.to(torch.promote_types(weight_VD.dtype, torch.float32))
-    product_dtype = _product_dtype(x_MD.device.type, weight_VD.dtype)
+    product_dtype = weight_VD.dtype
+    under_autocast = x_MD.device.type != "cpu" and torch.is_autocast_enabled("cuda")  # "meta" counts as a GPU
+    if under_autocast and product_dtype == torch.float32:  # products of fp32 are many times slower on a GPU
+        product_dtype = torch.get_autocast_dtype("cuda")
     loss_sum, best_M, sampled_M = _MlmHead.apply(
         x_MD.to(product_dtype),
         weight_VD.to(product_dtype),
@@ -145,17 +148,6 @@ def _without_small_rest(num_rows: int, chunk: int) -> int:
     if num_whole_chunks == 0 or rest == 0 or rest * 8 >= chunk:
         return chunk
     return -(-num_rows // num_whole_chunks)  # rounded up
-
-
-def _product_dtype(device_type: str, weight_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the matrix products: that of the weights, or autocast's dtype for fp32 weights on a GPU.
-
-    Products of fp32 matrices are many times slower on a GPU. The device "meta" counts as a GPU.
-    """
-    under_autocast = device_type != "cpu" and torch.is_autocast_enabled("cuda")
-    if under_autocast and weight_dtype == torch.float32:
-        return torch.get_autocast_dtype("cuda")
-    return weight_dtype
 
 
 def row_pass_reference(
@@ -259,15 +251,6 @@ def _row_block(
     return RowStats(loss_M, best_M, sampled_M)
 
 
-def _row_pass(backend: str) -> Callable[..., RowStats]:
-    """Return the function that computes `row_pass_reference` by Triton, or that function itself."""
-    if backend == "triton":
-        from electra_kernels.triton import mlm_head as kernels
-
-        return kernels.row_pass
-    return row_pass_reference
-
-
 class _MlmHead(torch.autograd.Function):
     """Loss and samples of the masked-token head; gradients are computed in forward, because only then logits exist."""
 
@@ -293,7 +276,11 @@ class _MlmHead(torch.autograd.Function):
         num_rows = len(x_MD)
         rows_in_buffer = max(min(chunk, num_rows), _LEAST_ROWS_CPU)
         logits_buffer = x_MD.new_empty(rows_in_buffer, len(table_VD))  # reused by every chunk
-        row_pass = _row_pass(backend)
+        row_pass: Callable[..., RowStats] = row_pass_reference
+        if backend == "triton":
+            from electra_kernels.triton import mlm_head as kernels
+
+            row_pass = kernels.row_pass
         if options.with_gradient:
             grad_x_MD = torch.empty_like(x_MD)
             grad_weight_VD = torch.zeros_like(table_VD, dtype=sum_dtype)
