@@ -30,7 +30,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -58,6 +57,8 @@ class ForeachAdamW(torch.optim.Optimizer):
     CPUs use this implementation. The fused optimizers of apex and DeepSpeed follow the same update rule.
     """
 
+    is_lamb = False
+
     def __init__(
         self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
@@ -78,7 +79,12 @@ class ForeachAdamW(torch.optim.Optimizer):
         grads = [parameter.grad for parameter in params]
         exp_avgs, exp_avg_sqs = moments_of(self, params)
         beta1, beta2 = group["betas"]
-        self.average_gradients(exp_avgs, grads, beta1)
+        # m = b1 m + (1 - b1) g; the two ways round differently.
+        if self.is_lamb:
+            torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
+        else:
+            torch._foreach_mul_(exp_avgs, beta1)
+            torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
         # v = b2 v + (1 - b2) g^2
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1.0 - beta2)
@@ -88,28 +94,15 @@ class ForeachAdamW(torch.optim.Optimizer):
         updates = list(torch._foreach_div(exp_avgs, denominators))
         if group["weight_decay"]:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-            self.scale_decayed(updates, params)
+            if self.is_lamb:
+                torch._foreach_mul_(updates, _trust_ratios(params, updates))
         torch._foreach_add_(params, updates, alpha=-group["lr"])
-
-    def average_gradients(self, exp_avgs: list[torch.Tensor], grads: list[torch.Tensor], beta1: float) -> None:
-        """Update the first moments in place: m = b1 m + (1 - b1) g."""
-        torch._foreach_mul_(exp_avgs, beta1)
-        torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
-
-    def scale_decayed(self, updates: list[torch.Tensor], params: list[torch.Tensor]) -> None:
-        """Scale the updates of parameters with weight decay in place, as LAMB does; AdamW leaves them as they are."""
 
 
 class ForeachLamb(ForeachAdamW):
     """LAMB without bias correction, computed by torch._foreach operations over lists of tensors, on any device."""
 
-    @override
-    def average_gradients(self, exp_avgs: list[torch.Tensor], grads: list[torch.Tensor], beta1: float) -> None:
-        torch._foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
-
-    @override
-    def scale_decayed(self, updates: list[torch.Tensor], params: list[torch.Tensor]) -> None:
-        torch._foreach_mul_(updates, _trust_ratios(params, updates))
+    is_lamb = True
 
 
 def _trust_ratios(params: list[torch.Tensor], updates: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -115,32 +115,20 @@ class StepNumbers:
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         self._tensors = list(tensors)
-        self._values: list[list[Any]] | None = None
+        self.values: list[list[Any]] = []  # the elements of each tensor as Python numbers, after `read_with`
 
     def read_with(self, norm: torch.Tensor) -> float:
         """Copy the step's numbers and its gradient norm to the host with a single copy; return the norm."""
-        norm_on_host, *self._values = _to_host([norm.double().reshape(1), *self._tensors])
+        tensors = [norm.double().reshape(1), *self._tensors]
+        # The bits of a float64 travel as an int64, so that nothing is rounded.
+        words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
+        host_words = np.array(words.tolist(), np.int64)
+        ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+        norm_on_host, *self.values = (
+            part.view(np.float64 if tensor.is_floating_point() else np.int64).tolist()
+            for part, tensor in zip(np.split(host_words, ends), tensors)
+        )
         return float(norm_on_host[0])
-
-    def values(self) -> list[list[Any]]:
-        """Return the elements of each tensor as Python numbers; copy them now if `read_with` has not done so."""
-        if self._values is None:
-            self._values = _to_host(self._tensors)
-        return self._values
-
-
-def _to_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return a list of the elements of each 1-D int64 or float64 tensor, with a single copy from the device.
-
-    The bits of a float64 travel as an int64, so that nothing is rounded.
-    """
-    words = torch.cat([tensor.detach().view(torch.int64) for tensor in tensors])
-    host_words = np.array(words.tolist(), np.int64)
-    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
-    return [
-        part.view(np.float64 if tensor.is_floating_point() else np.int64).tolist()
-        for part, tensor in zip(np.split(host_words, ends), tensors)
-    ]
 
 
 class TowerClipping:
@@ -257,6 +245,11 @@ class Engine:
         self.loss_scale: LossScale | None = None
         if train.precision == "fp16":
             self.loss_scale = self._install_loss_scale()
+        # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
+        # offloading, because the norm is computed on the host.
+        self._keeps_norm_on_device = (
+            self.zero_stage in (1, 2) and self.loss_scale is None and not self._layout.offloads
+        )
 
     def _choose_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> str:
         """Return which implementation of the optimizer all ranks use, and note why. Collective on GPUs."""
@@ -314,7 +307,10 @@ class Engine:
         Returns:
             The global gradient norm before clipping (NaN if it is not finite), and whether the update was made.
         """
-        self._set_learning_rates(learning_rate, generator_learning_rate)
+        for group in self.optimizer.param_groups:
+            has_own_rate = generator_learning_rate is not None and group["is_generators"]
+            group_learning_rate = generator_learning_rate if has_own_rate else learning_rate
+            group["lr"] = group_learning_rate * group.get("lr_scale", 1.0)
         self._accept = accept
         self._applied = None
         self._numbers = StepNumbers() if numbers is None else numbers
@@ -327,10 +323,16 @@ class Engine:
             if self.loss_scale is not None and self.zero_stage > 0:
                 gradient_scale = self.loss_scale.cur_scale
             self._tower_clipping.measure(self._layout, gradient_scale)
-        with self._norm_on_device():
+        norm_context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._keeps_norm_on_device:
+            # On a CPU without overlap, runs that exist keep the bits of norms of one parameter at a time.
+            fused = self._overlaps or self.device.type == "cuda"
+            norm_context = _norms_stay_on_device(self.optimizer, fused=fused)
+        with norm_context:
             self.deepspeed.step()
         if self.zero_stage > 0 and self._applied is None:
-            self._norm = float(self.deepspeed.get_global_grad_norm())
+            norm = self.deepspeed.get_global_grad_norm()  # a tensor or a number
+            self._norm = self._numbers.read_with(torch.as_tensor(norm, device=self.device))
             self._layout.clean_up_skipped_step()
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
         # `_applied` is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
@@ -338,13 +340,6 @@ class Engine:
         if was_updated and self.loss_scale is not None:
             self.loss_scale.count_update()
         return grad_norm, was_updated
-
-    def _set_learning_rates(self, learning_rate: float, generator_learning_rate: float | None) -> None:
-        """Set the learning rate of every parameter group, times the group's `lr_scale` if it has one."""
-        for group in self.optimizer.param_groups:
-            has_own_rate = generator_learning_rate is not None and group["is_generators"]
-            group_learning_rate = generator_learning_rate if has_own_rate else learning_rate
-            group["lr"] = group_learning_rate * group.get("lr_scale", 1.0)
 
     def _update_if_allowed(self) -> None:
         """Update the weights if the caller of `step` accepts; DeepSpeed calls this as the optimizer's `step`."""
@@ -360,16 +355,6 @@ class Engine:
         if self._tower_clipping is not None:
             self._tower_clipping.apply(self._base_optimizer.param_groups)
         self._update()
-
-    def _norm_on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which DeepSpeed, where possible, computes the norm without making the host wait."""
-        # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
-        # offloading, because the norm is computed on the host.
-        if self.zero_stage not in (1, 2) or self.loss_scale is not None or self._layout.offloads:
-            return contextlib.nullcontext()
-        # On a CPU without overlap, runs that exist keep the bits of norms of one parameter at a time.
-        fused = self._overlaps or self.device.type == "cuda"
-        return _norms_stay_on_device(self.optimizer, fused=fused)
 
     def _unscale_unpartitioned_gradients(self) -> None:
         if self.loss_scale is None:
@@ -422,21 +407,15 @@ def _norms_stay_on_device(optimizer: Any, *, fused: bool) -> Iterator[None]:
             partition.mul_(factor)
         return global_norm
 
-    def is_never_invalid(norm: Any) -> bool:
-        return False
-
-    def leave_norm(*_: Any, **__: Any) -> None:
-        """Do nothing: a norm that is not finite stays as it is."""
-
     replacements: dict[Any, dict[str, Callable[..., Any]]] = {
         bf16_optimizer: {
             "get_global_norm_of_tensors": global_norm,
             "clip_tensors_by_global_norm": clip,
-            "is_invalid_grad_norm": is_never_invalid,
+            "is_invalid_grad_norm": lambda norm: False,
         },
         stage_1_and_2: {
-            "is_invalid_grad_norm": is_never_invalid,
-            "mask_nan_or_inf_with_val_inplace": leave_norm,
+            "is_invalid_grad_norm": lambda norm: False,
+            "mask_nan_or_inf_with_val_inplace": lambda *_, **__: None,  # a norm that is not finite stays so
         },
     }
     originals = [(module, name, getattr(module, name)) for module, names in replacements.items() for name in names]

@@ -157,7 +157,7 @@ class TrainStep:
 
         def accept() -> bool:
             nonlocal fault
-            fault = find_fault(self.judged_loss(Sums(*numbers.values()[0])))
+            fault = find_fault(self.judged_loss(Sums(*numbers.values[0])))
             return not fault
 
         scaler = self._engine.loss_scale
@@ -166,7 +166,7 @@ class TrainStep:
         # The engine copies these numbers to the host together with the norm, so that the host waits only once.
         numbers = StepNumbers([sum_K, totals])
         grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate, numbers=numbers)
-        sums_on_host, [num_rows, digest, *flags] = numbers.values()
+        sums_on_host, [num_rows, digest, *flags] = numbers.values
         sums = Sums(*sums_on_host)
         judged_loss = self.judged_loss(sums)
         overflow = False

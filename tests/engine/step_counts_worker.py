@@ -43,13 +43,13 @@ gradient_sums.BUCKET_ELEMENTS = 4000  # several buckets, also in towers as small
 @contextlib.contextmanager
 def unpatched() -> Iterator[None]:
     """Make engines of a `with` block work without `GradientSums`: DeepSpeed adds, measures and clips gradients."""
-    originals = (engine_module.GradientSums, Engine._norm_on_device)
+    originals = (engine_module.GradientSums, engine_module._norms_stay_on_device)
     engine_module.GradientSums = lambda *_, **__: None  # type: ignore[assignment, misc]
-    Engine._norm_on_device = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
+    engine_module._norms_stay_on_device = lambda *_, **__: contextlib.nullcontext()  # type: ignore[assignment]
     try:
         yield
     finally:
-        engine_module.GradientSums, Engine._norm_on_device = originals  # type: ignore[misc, method-assign]
+        engine_module.GradientSums, engine_module._norms_stay_on_device = originals  # type: ignore[misc]
 
 
 def count_phases(engine: Engine, phases: dict[str, list[int]]) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.zero import LossScale
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask
-from electra_dist.model.row_layout import example_bounds
+from electra_dist.model.flash_attention import example_bounds
 from electra_dist.objectives.base import Objective, Schedules, StepInput, Sums
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.train.evaluator import Evaluator
@@ -56,7 +56,7 @@ class Recorder:
     def step(
         self, learning_rate: float, accept: Any, generator_learning_rate: float | None, numbers: Any
     ) -> tuple[float, bool]:
-        return 0.0, accept()
+        return numbers.read_with(torch.tensor(0.0)), accept()
 
 
 def packed_ids(num_rows: int) -> np.ndarray:
@@ -219,7 +219,7 @@ class Overflowing(Recorder):
     def step(
         self, learning_rate: float, accept: Any, generator_learning_rate: float | None, numbers: Any
     ) -> tuple[float, bool]:
-        return float("nan"), False
+        return numbers.read_with(torch.tensor(float("nan"))), False
 
 
 def test_overflow_lowers_the_scale_and_only_at_its_minimum_or_with_a_bad_loss_the_guard_stops_the_step(
