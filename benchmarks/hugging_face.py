@@ -22,7 +22,7 @@ import transformers
 from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.row_layout import RowLayout, attention_bias, derive
+from electra_dist.model.attention import RowLayout, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
 from electra_dist.pretrained.hf import to_hf

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 import torch
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.process_group import init_distributed
-from electra_dist.model.row_layout import SpecialIds
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 

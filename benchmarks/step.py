@@ -203,7 +203,9 @@ def check_agreement(config: Config, ways: dict[str, Way], ids_BS: torch.Tensor, 
                 _, *losses = way.forward(ids_BS, 0)
                 batch = objective.batch(given)
                 masking = objective.mask(batch)
-                sampled_M = objective.fill(batch, masking, objective.generator_states(batch, masking)).sampled_M
+                states_MH = objective.generator_states(batch, masking)
+                original_BN = batch.ids_BS.gather(1, masking.position_BN)
+                sampled_M = objective.predict(batch, states_MH, original_BN, masking.weight_BN).sampled_M
             else:
                 losses = list(way.module(ids_BS, given.row_B, 0, config.seed, sampled_M))
         way.module.train()

@@ -78,8 +78,7 @@ def our_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float
 ) -> torch.Tensor:
     """Compute attention with the function that the model calls. Stacking q, k and v here is no part of the model."""
-    from electra_dist.model.flash_attention import flash_attention
-    from electra_dist.model.row_layout import ExampleBounds
+    from electra_dist.model.flash_attention import ExampleBounds, flash_attention
 
     B, N, S, D = query.shape
     qkv = torch.cat([tensor.transpose(1, 2).reshape(B * S, N * D) for tensor in (query, key, value)], 1)

@@ -38,8 +38,8 @@ from typing_extensions import override
 
 from electra_dist.extras import missing_packages
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.model.attention import derive
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import derive
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.hf import ELECTRA, Family, State, family_of, to_hf
 from electra_dist.pretrained.hf_settings import hf_config

@@ -1,4 +1,8 @@
-"""Compute attention inside each example of a row. Each backend is a class whose objects are the masks of a batch.
+"""Find the examples of rows, and compute attention inside each; a backend is a class whose objects are masks.
+
+A row holds examples `[CLS] A [SEP] B [SEP]` or `[CLS] A [SEP]`, one after another, then [PAD] to its end. This follows
+from the token ids alone (`derive`), so a row needs no second array on disk or on the wire. The pads of a row count as
+one more example, so a query on a pad attends to pads and yields numbers, not NaN.
 
     sdpa   torch's scaled_dot_product_attention with a bias that is -inf between examples. It runs on any device with
            any dropout. On a CPU the same function is computed with plain operations in two cases: with dropout, where
@@ -16,10 +20,11 @@ token of another example. With `bert`, and in the global layers of `modern`, it 
 layer, the tokens that are at most `reach` (half a window) away. Tests compare the backends with float64; for flash, a
 definition in plain PyTorch then takes the place of torch's operator (`flash_attention.py`).
 
-Cost: a batch has one mask for each kind of layer, which all layers of both towers read. With sdpa, local attention in
-long rows is computed by blocks of queries against the keys that they can see.
+Cost: a batch has one mask for each kind of layer, which all layers of both towers read. A bias of sdpa, [B, 1, S, S],
+has 16 MB at 32 x 512 in bf16.
 
-Limits: the objective `electric` needs one-directional attention, which only the bias can express.
+Limits: the objective `electric` needs one-directional attention, which only the bias can express. Rows must be as the
+corpus builder makes them; a [PAD] inside an example is not looked for.
 
 Shapes: B rows, N heads, S tokens, D features of a head, T = B * S, H = N * D, Q blocks of a row.
 """
@@ -29,26 +34,80 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.keyed_dropout import keep_attention
 from electra_kernels.operation_types import LayerDropout, SpecialIds
 from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask
 from typing_extensions import override
 
 from electra_dist.config import Config, ModelConfig
-from electra_dist.model.flash_attention import flash3_limit, flash_attention, kernel_limit, use_kernels
+from electra_dist.model.flash_attention import (
+    ExampleBounds,
+    example_bounds,
+    flash3_limit,
+    flash_attention,
+    kernel_limit,
+    use_kernels,
+)
 from electra_dist.model.flex_attention import blocks_of_rows, flex_function
-from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
-from electra_dist.model.row_layout import ExampleBounds, RowLayout, attention_bias, example_bounds
+from electra_dist.model.plain_attention import (
+    attend_in_windows,
+    attend_with_plain_operations,
+    bf16_is_faster_plain,
+    blocks_are_faster,
+    keyed_factors,
+)
 
-# Longest rows in bf16 for which a CPU uses plain operations. The backward pass of torch's fused attention is slow
-# there: on one core of an Intel Xeon with AMX, forward and backward take about 2 times as long at 64 tokens, 1.7 at
-# 128, and 0.7 at 512, where the probabilities of a row do not fit into the cache (cpu_attention-20261123.json).
-_MAX_PLAIN_TOKENS = 128
+
+class RowLayout(NamedTuple):
+    """Structure of a batch of rows, one entry per token; pads have example -1, position 0 and token type 0."""
+
+    example_BS: torch.Tensor  # int64, number of the example within its row, from 0
+    position_BS: torch.Tensor  # int64, restarts at 0 in every example
+    token_type_BS: torch.Tensor  # int64, 1 after the first [SEP] of an example, up to and including its second
+    is_real_BS: torch.Tensor  # bool, False on [PAD]
+
+
+def derive(ids_BS: torch.Tensor, special: SpecialIds) -> RowLayout:
+    """Return examples, positions, token types and padding of rows, from their original token ids, int64, not masked.
+
+    For a row of two examples, the first with two segments (C is [CLS], S is [SEP], P is [PAD]):
+
+        token       C  a  S  b  S  C  d  S  P
+        example     0  0  0  0  0  1  1  1 -1
+        position    0  1  2  3  4  0  1  2  0
+        token type  0  0  0  1  1  0  0  0  0
+    """
+    is_real = ids_BS != special.pad
+    is_cls = ids_BS == special.cls
+    is_sep = ids_BS == special.sep
+
+    # Every [CLS] starts an example, so a token's example is the number of [CLS]s up to it, counted from 0.
+    example = is_cls.cumsum(1) - 1
+    index_in_row = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand_as(ids_BS)
+    start_of_example = torch.where(is_cls, index_in_row, 0).cummax(1).values
+
+    # A token's type is the number of [SEP]s before it in its example, at most 1: those before it in the row, minus
+    # those before its example.
+    seps_before = is_sep.cumsum(1) - is_sep.long()
+    token_type = (seps_before - seps_before.gather(1, start_of_example)).clamp(max=1)
+    return RowLayout(
+        example_BS=torch.where(is_real, example, -1),
+        position_BS=torch.where(is_real, index_in_row - start_of_example, 0),
+        token_type_BS=torch.where(is_real, token_type, 0),
+        is_real_BS=is_real,
+    )
+
+
+def attention_bias(layout: RowLayout, dtype: torch.dtype) -> torch.Tensor:
+    """Return the additive attention bias [B, 1, S, S]: 0 where query and key are of one example, -inf elsewhere."""
+    same_example_BSS = layout.example_BS[:, :, None] == layout.example_BS[:, None, :]
+    bias_BSS = torch.zeros(same_example_BSS.shape, dtype=dtype, device=same_example_BSS.device)
+    bias_BSS.masked_fill_(~same_example_BSS, float("-inf"))
+    return bias_BSS[:, None]  # the new dimension broadcasts over the attention heads
 
 
 class LayerMask(ABC):
@@ -160,13 +219,13 @@ class SdpaMask(LayerMask):
         query, key, value = by_heads(qkv, num_heads, len(dropout_keys.row_B))
         num_tokens = query.shape[2]
         if dropout and qkv.device.type == "cpu":
-            keep_BNSS = _keyed_factors(num_heads, num_tokens, dropout, dropout_keys)
+            keep_BNSS = keyed_factors(num_heads, num_tokens, dropout, dropout_keys)
             context_BNSD = attend_with_plain_operations(query, key, value, self.bias_B1SS, keep_BNSS)
         elif dropout:
             context_BNSD = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=self.bias_B1SS, dropout_p=dropout
             )
-        elif _is_short_bf16_on_cpu(qkv, num_tokens):
+        elif qkv.dtype == torch.bfloat16 and bf16_is_faster_plain(qkv.device, num_tokens):
             context_BNSD = attend_with_plain_operations(query, key, value, self.bias_B1SS)
         elif self.reach is not None and blocks_are_faster(num_tokens, self.reach, self.bias_B1SS.dtype):
             context_BNSD = attend_in_windows(query, key, value, self.bias_B1SS, self.reach)
@@ -210,7 +269,7 @@ class FlashMask(LayerMask):
         if bounds is None:
             raise ValueError(
                 "attention backend flash needs StepInput.bounds; make them from the ids on the host with "
-                "row_layout.example_bounds(ids, special).to(device)"
+                "flash_attention.example_bounds(ids, special).to(device)"
             )
         return cls(bounds, reach)
 
@@ -345,86 +404,3 @@ def new_attention_mask(
 def head_widths(model: ModelConfig) -> list[int]:
     """Return the different widths of the heads of both towers, in ascending order."""
     return sorted({tower.hidden_size // tower.num_heads for tower in (model.discriminator, model.generator)})
-
-
-# sdpa on a CPU, and windows.
-
-
-def _is_short_bf16_on_cpu(qkv: torch.Tensor, num_tokens: int) -> bool:
-    """Return whether plain operations are faster than torch's fused attention: on a CPU, for short rows in bf16."""
-    is_bf16_on_cpu = qkv.device.type == "cpu" and qkv.dtype == torch.bfloat16
-    return HAS_BF16_PRODUCTS and is_bf16_on_cpu and num_tokens <= _MAX_PLAIN_TOKENS
-
-
-def attend_with_plain_operations(
-    query_BNSD: torch.Tensor,
-    key_BNSD: torch.Tensor,
-    value_BNSD: torch.Tensor,
-    bias_B1SS: torch.Tensor,
-    keep_BNSS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute attention by two matrix products and a softmax over scores in fp32 or wider, [B, N, S, D].
-
-    The probabilities are multiplied by the factors `keep_BNSS`, 0 or 1 / (1 - p), if they are given.
-    """
-    compute = torch.promote_types(query_BNSD.dtype, torch.float32)
-    # The operands of this product are rounded to bf16 only where a CPU has instructions for it.
-    value_dtype = value_BNSD.dtype if HAS_BF16_PRODUCTS else compute
-    scale = query_BNSD.shape[-1] ** -0.5
-    with torch.autocast(query_BNSD.device.type, enabled=False):
-        scaled_query_BNSD = query_BNSD.to(compute) * scale
-        score_BNSS = (scaled_query_BNSD @ key_BNSD.to(compute).transpose(-1, -2)).add_(bias_B1SS)
-        weight_BNSS = score_BNSS.softmax(-1)
-        if keep_BNSS is not None:
-            weight_BNSS = weight_BNSS * keep_BNSS.to(compute)
-        return (weight_BNSS.to(value_dtype) @ value_BNSD.to(value_dtype)).to(value_BNSD.dtype)
-
-
-def _keyed_factors(num_heads: int, num_tokens: int, dropout: float, dropout_keys: LayerDropout) -> torch.Tensor:
-    """Draw the dropout factor of each attention probability by keys, fp32 [B, N, S, S]: 0 or 1 / (1 - dropout)."""
-    num_factors = num_heads * num_tokens * num_tokens
-    # The operator draws four numbers at a time, so the number is rounded up and the surplus is cut off.
-    num_drawn = (num_factors + 3) // 4 * 4
-    drawn = keep_attention(dropout_keys.key_3, dropout_keys.row_B, num_drawn, dropout)
-    return drawn[:, :num_factors].view(-1, num_heads, num_tokens, num_tokens)
-
-
-def attend_in_windows(
-    query_BNSD: torch.Tensor, key_BNSD: torch.Tensor, value_BNSD: torch.Tensor, bias_B1SS: torch.Tensor, reach: int
-) -> torch.Tensor:
-    """Compute attention in which a token sees at most `reach` tokens to each side, without dropout, [B, N, S, D].
-
-    The cost is linear in S. The bias must be -inf where query and key are more than `reach` tokens apart.
-    """
-    num_tokens = query_BNSD.shape[2]
-    block_outputs = []
-    for first in range(0, num_tokens, 2 * reach):
-        queries = slice(first, min(first + 2 * reach, num_tokens))
-        keys = slice(max(0, first - reach), min(queries.stop + reach, num_tokens))
-        block_output = F.scaled_dot_product_attention(
-            query_BNSD[:, :, queries],
-            key_BNSD[:, :, keys],
-            value_BNSD[:, :, keys],
-            attn_mask=bias_B1SS[:, :, queries, keys],
-        )
-        block_outputs.append(block_output)
-    return torch.cat(block_outputs, dim=2)
-
-
-# Milliseconds of processor time of forward and backward, measured on one core of an Intel Xeon with AMX, 2026-11-23,
-# for a batch of 2,048 tokens with 4 heads of 64 features. A window is 2 x `reach`.
-#
-# | tokens in a row | window | fp32, one call | fp32, blocks | bf16, one call | bf16, blocks |
-# |---|---|---|---|---|---|
-# | 64 | 16 | 9.6 | 15.3 | 23.5 | 52.2 |
-# | 256 | 64 | 22.5 | 20.7 | 21.1 | 36.8 |
-# | 512 | 128 | 39.4 | 29.5 | 30.5 | 40.8 |
-# | 1,024 | 128 | 72.0 | 35.9 | 46.1 | 43.6 |
-#
-# The limits are the first measured lengths with a clear gain in fp32 and with any gain in bf16. fp16 was not measured
-# and is treated as bf16.
-def blocks_are_faster(num_tokens: int, reach: int, dtype: torch.dtype) -> bool:
-    """Return whether, on a CPU, `attend_in_windows` is faster than one attention call over the whole row."""
-    fewest_tokens = 512 if dtype == torch.float32 else 1024
-    # In rows of at most two windows (2 x 2 x reach), a block of queries would see almost the whole row.
-    return num_tokens >= fewest_tokens and num_tokens > 4 * reach

@@ -31,14 +31,14 @@ from electra_dist.model.attention import (
     FlashMask,
     FlexMask,
     LayerMask,
+    RowLayout,
     SdpaMask,
     attend_with_plain_operations,
     by_heads,
     head_widths,
 )
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.flash_attention import flash3_is_installed
-from electra_dist.model.row_layout import ExampleBounds, RowLayout
+from electra_dist.model.flash_attention import ExampleBounds, flash3_is_installed
 
 _TRIAL_ROWS = 2
 _TRIAL_HEADS = 2

@@ -34,9 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import AttentionMask, LayerMask
+from electra_dist.model.attention import AttentionMask, LayerMask, RowLayout
 from electra_dist.model.fused_layer import AfterAttention, Linear, Parameters, QkvProduct, Settings
-from electra_dist.model.row_layout import RowLayout
 
 
 class DropoutKeys(NamedTuple):
@@ -204,23 +203,9 @@ class SelfAttention(nn.Module):
     def forward(self, hidden_BSH: torch.Tensor, attention_mask: LayerMask, dropout_keys: LayerDropout) -> torch.Tensor:
         """Return the output of attention after its projection, [B, S, H]; the caller adds dropout and residual."""
         qkv = self.qkv(hidden_BSH).flatten(0, 1)
-        context_TH = self.attend(qkv, attention_mask, dropout_keys)
-        return self.out(context_TH.view(hidden_BSH.shape))
-
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        attention_mask: LayerMask,
-        dropout_keys: LayerDropout,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the output of attention before the output projection, contiguous [T, H].
-
-        `qkv`, [T, 3 H], has query, key and value of each token. It is not copied, so its gradient needs no copy
-        either. `bias` is one that `qkv` contains already; give it only to a mask that computes its gradient.
-        """
         dropout = self.dropout if self.training else 0.0
-        return attention_mask.attend(qkv, self.num_heads, dropout, dropout_keys, bias)
+        context_TH = attention_mask.attend(qkv, self.num_heads, dropout, dropout_keys)
+        return self.out(context_TH.view(hidden_BSH.shape))
 
 
 class EncoderLayer(nn.Module):
@@ -244,7 +229,13 @@ class EncoderLayer(nn.Module):
         # Where attention joins the gradients of query, key and value by a pass, that pass also sums them for the bias.
         sums_bias = attention_mask.sums_bias
         qkv, residual_TH = QkvProduct.apply(hidden_TH, attention.qkv.weight, bias, not sums_bias)
-        context_TH = attention.attend(qkv, attention_mask, dropout_keys, bias if sums_bias else None)
+        context_TH = attention_mask.attend(
+            qkv,
+            attention.num_heads,
+            attention.dropout if self.training else 0.0,
+            dropout_keys,
+            bias if sums_bias else None,
+        )
         parameters = Parameters(
             out_weight=attention.out.weight,
             out_bias=attention.out.bias,
@@ -279,7 +270,7 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """Transformer layers of one tower (generator or discriminator), after a projection if the widths differ.
 
-    Other architectures override `new_layer`, `layer_inputs` and `finish`.
+    Other architectures override `new_layer` and `layer_inputs`, and may set `final_norm`.
     """
 
     def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
@@ -289,6 +280,7 @@ class Encoder(nn.Module):
         if width != tower.hidden_size:
             self.embeddings_project = Linear(width, tower.hidden_size)
         self.layers = nn.ModuleList(self.new_layer(model, tower, number) for number in range(tower.num_layers))
+        self.final_norm: nn.LayerNorm | None = None  # of the last layer's states
         # `engine.activation_checkpointing` sets this: only the layers' inputs are kept, and the backward pass
         # computes the other activations again.
         self.recompute = False
@@ -301,14 +293,10 @@ class Encoder(nn.Module):
         """Return, for each layer, the arguments of its `forward` after the hidden states: mask and dropout keys."""
         return [(attention_mask, layer_keys) for layer_keys in dropout_keys.of_layers(len(self.layers))]
 
-    def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the encoder's output from the last layer's states; this architecture needs no further LayerNorm."""
-        return hidden_TH
-
     def forward(
         self, embedded_BSE: torch.Tensor, attention_mask: AttentionMask, dropout_keys: DropoutKeys
     ) -> torch.Tensor:
-        """Return the states of the last layer, [B, S, H]; pass `DropoutKeys.off` in evaluation mode."""
+        """Return the tower's states of all tokens, [B, S, H]; pass `DropoutKeys.off` in evaluation mode."""
         hidden = embedded_BSE
         if self.embeddings_project is not None:
             hidden = self.embeddings_project(embedded_BSE)
@@ -320,4 +308,6 @@ class Encoder(nn.Module):
                 hidden = checkpoint(layer, hidden, *layer_input, use_reentrant=False)
             else:
                 hidden = layer(hidden, *layer_input)
-        return self.finish(hidden).view(shape_BSH)
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return hidden.view(shape_BSH)

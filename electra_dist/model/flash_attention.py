@@ -24,12 +24,13 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from electra_kernels.layer_passes import join_gradients
+from electra_kernels.operation_types import SpecialIds
+from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 from torch.nn import attention as torch_attention
-
-from electra_dist.model.row_layout import ExampleBounds
 
 # The operators, which tests replace by their definition in plain PyTorch.
 _forward_operator = torch.ops.aten._flash_attention_forward
@@ -38,8 +39,47 @@ _backward_operator = torch.ops.aten._flash_attention_backward
 _LEAST_CAPABILITY = (8, 0)  # compute capability that torch's kernels need
 _WIDTH_MULTIPLE = 8  # the width of a head must be a multiple of it
 _MOST_WIDTH = 256  # widest head of the kernels
+_LEAST_SEQUENCES_PER_ROW = 2  # room for one example and the pads in every row
 _FLASH3_CAPABILITY = (9, 0)  # the only compute capability for which torch runs the kernels of flash-attn-3
 _FLASH3_MODULE = "flash_attn_interface"  # of the package flash-attn-3
+
+
+class ExampleBounds(NamedTuple):
+    """Where each example begins in the T = B * S tokens of all rows, one row after another, for FlashAttention."""
+
+    cu_seqlens: torch.Tensor  # int32 [L + 1]: first token of each of L sequences in the line, then T; never decreases
+    longest: int  # upper bound of the tokens of a sequence: the row length
+
+    def to(self, device: torch.device) -> ExampleBounds:
+        """Return the bounds on a device; the host does not wait for the copy to a GPU."""
+        cu_seqlens = self.cu_seqlens
+        if device.type == "cuda":
+            cu_seqlens = cu_seqlens.pin_memory()  # from pageable memory the copy would wait for the queued work
+        return ExampleBounds(cu_seqlens.to(device, non_blocking=True), self.longest)
+
+
+def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:
+    """Return where the examples of rows begin, from their original token ids in host memory.
+
+    Empty sequences are added at the end until their number is the number of rows times a power of two. So most batches
+    have tensors of one size, which compiled code needs.
+    """
+    num_rows, row_length = ids_BS.shape
+    is_pad_BS = ids_BS == special.pad
+    begins_BS = ids_BS == special.cls
+    begins_BS[:, 0] = True  # no sequence crosses the border of two rows
+    begins_BS[:, 1:] |= is_pad_BS[:, 1:] & ~is_pad_BS[:, :-1]  # the first pad of a row
+    first_tokens = np.flatnonzero(begins_BS)
+
+    # A fixed upper bound would be too large: a row may hold an example for every 5 tokens, and each empty sequence
+    # costs idle thread blocks and 128 tokens of workspace in every backward pass of attention.
+    sequences_per_row = _LEAST_SEQUENCES_PER_ROW
+    while num_rows * sequences_per_row < len(first_tokens):
+        sequences_per_row *= 2
+    num_sequences = num_rows * sequences_per_row
+    cu_seqlens = np.full(num_sequences + 1, ids_BS.size, np.int32)
+    cu_seqlens[: len(first_tokens)] = first_tokens
+    return ExampleBounds(torch.from_numpy(cu_seqlens), longest=row_length)
 
 
 def kernel_limit(precision: str, head_widths: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import AttentionMask, AttentionScopes, LayerMask
+from electra_dist.model.attention import AttentionMask, AttentionScopes, LayerMask, RowLayout
 from electra_dist.model.encoder import DropoutKeys, Embeddings, Encoder, SelfAttention
 from electra_dist.model.fused_layer import (
     Linear,
@@ -40,7 +40,6 @@ from electra_dist.model.fused_layer import (
     product_dtype,
     weight_gradient,
 )
-from electra_dist.model.row_layout import RowLayout
 
 
 class LayerScope(NamedTuple):
@@ -88,7 +87,8 @@ class ModernAttention(SelfAttention):
             qkv = self.qkv(hidden_TH)
             qkv_BS3ND = qkv.view(len(dropout_keys.row_B), -1, 3, self.num_heads, hidden_TH.shape[1] // self.num_heads)
             rotated = rotate_query_and_key(qkv_BS3ND, scope.rotation).view(qkv.shape)
-        return self.out(self.attend(rotated, scope.mask, dropout_keys))
+        dropout = self.dropout if self.training else 0.0
+        return self.out(scope.mask.attend(rotated, self.num_heads, dropout, dropout_keys))
 
 
 class _RotatedProduct(torch.autograd.Function):
@@ -202,7 +202,3 @@ class ModernEncoder(Encoder):
         seed = derive_seed(dropout_keys.seed, Purpose.DROPOUT, sub_layer)
         dropout = dropout_keys._replace(seed=seed).of_layers(1)[0]
         return dropout._replace(probability=self.model.hidden_dropout)
-
-    @override
-    def finish(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        return self.final_norm(hidden_TH)

@@ -38,7 +38,7 @@ class AdversarialGenerator(ReplacedTokenDetection):
         masking = self.mask(batch)
         states_MH = self.generator_states(batch, masking)
         with torch.no_grad():
-            mlm = self.fill(batch, masking, states_MH)
+            mlm = self.predict(batch, states_MH, batch.ids_BS.gather(1, masking.position_BN), masking.weight_BN)
         sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
         corrupted_BS, label_BS = replace_and_label(
             batch.ids_BS, masking.position_BN, masking.weight_BN, mlm.sampled_M, backend=self.backend

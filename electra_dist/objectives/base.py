@@ -38,9 +38,9 @@ from torch import nn
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.config.schedule import schedules_of, value_at
-from electra_dist.model.attention import AttentionMask, LayerMask, SdpaMask, new_attention_mask
+from electra_dist.model.attention import AttentionMask, LayerMask, RowLayout, SdpaMask, derive, new_attention_mask
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import ExampleBounds, RowLayout, derive
+from electra_dist.model.flash_attention import ExampleBounds
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows, num_masked
 

@@ -226,7 +226,7 @@ class CorruptingObjective(Objective):
         learns = self.frozen_generator is None
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
             states_MH = self.generator_states(batch, masking)
-            mlm = self.fill(batch, masking, states_MH)
+            mlm = self.predict(batch, states_MH, batch.ids_BS.gather(1, masking.position_BN), masking.weight_BN)
         sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
         if learns:
             loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
@@ -254,11 +254,6 @@ class CorruptingObjective(Objective):
         embedded = network.embeddings(masking.input_BS, batch.layout, dropout_keys)
         hidden = network.generator(embedded, batch.attention_mask, dropout_keys)
         return gather_masked(hidden, masking.position_BN, backend=self.backend)
-
-    def fill(self, batch: Batch, masking: Masking, hidden_MH: torch.Tensor) -> MlmHeadOutput:
-        """Compute the generator's MLM loss at the masked positions from its states there; sample a token for each."""
-        target_BN = batch.ids_BS.gather(1, masking.position_BN)
-        return self.predict(batch, hidden_MH, target_BN, masking.weight_BN)
 
     def predict(
         self, batch: Batch, hidden_MH: torch.Tensor, target_BN: torch.Tensor, weight_BN: torch.Tensor

@@ -34,9 +34,8 @@ from electra_dist.data.manifest import MANIFEST_KEY, read_corpus_vocabulary, rea
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.hub import shown_name
-from electra_dist.model.attention import new_attention_mask
+from electra_dist.model.attention import derive, new_attention_mask
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import PARTS, build_towers
 from electra_dist.pretrained.hf import State, TowerName, family_of, standalone, submodules
 from electra_dist.pretrained.hf_folders import (

@@ -9,9 +9,8 @@ from electra_kernels.operation_types import LayerDropout, SpecialIds
 from torch.nn.attention.flex_attention import create_block_mask
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model import attention
-from electra_dist.model.attention import BACKENDS, FlexMask
-from electra_dist.model.row_layout import RowLayout, derive
+from electra_dist.model import plain_attention
+from electra_dist.model.attention import BACKENDS, FlexMask, RowLayout, derive
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
@@ -90,9 +89,9 @@ def test_short_bf16_rows_on_a_cpu_are_near_the_definition(monkeypatch: pytest.Mo
         results = [out, *torch.autograd.grad(out, inputs, upstream)]
         return [float(((a.double() - b).norm() / b.norm()).detach()) for a, b in zip(results, expected, strict=True)]
 
-    monkeypatch.setattr(attention, "HAS_BF16_PRODUCTS", False)
+    monkeypatch.setattr(plain_attention, "HAS_BF16_PRODUCTS", False)
     fused = errors()
-    monkeypatch.setattr(attention, "HAS_BF16_PRODUCTS", True)
+    monkeypatch.setattr(plain_attention, "HAS_BF16_PRODUCTS", True)
     plain = errors()
     assert plain != fused
     assert plain[0] < 2**-8, plain  # the distance of two neighbouring numbers in bf16

@@ -8,9 +8,8 @@ import torch
 from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.attention import SdpaMask
+from electra_dist.model.attention import RowLayout, SdpaMask
 from electra_dist.model.encoder import DropoutKeys, Encoder, SharedEmbeddings
-from electra_dist.model.row_layout import RowLayout
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import CorruptingObjective

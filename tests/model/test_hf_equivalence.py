@@ -7,9 +7,8 @@ import pytest
 import torch
 from support.small_models import SIZES
 
-from electra_dist.model.attention import SdpaMask
+from electra_dist.model.attention import SdpaMask, attention_bias, derive
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import attention_bias, derive
 
 TOLERANCE = 1e-5
 

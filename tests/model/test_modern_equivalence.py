@@ -15,11 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from electra_dist.config import ObjectiveConfig
 from electra_dist.model import attention
-from electra_dist.model.attention import BACKENDS, AttentionScopes, attend_in_windows, new_attention_mask
+from electra_dist.model.attention import BACKENDS, AttentionScopes, attend_in_windows, derive, new_attention_mask
 from electra_dist.model.counts import parameter_counts, token_flops
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.modern_encoder import _drop
-from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import build_towers
 from electra_dist.planning.activation_memory import activation_bytes_per_row
 

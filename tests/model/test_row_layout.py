@@ -3,7 +3,7 @@ from electra_kernels.operation_types import SpecialIds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.model.row_layout import attention_bias, derive
+from electra_dist.model.attention import attention_bias, derive
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 EXAMPLES = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=0, max_size=4)

@@ -12,10 +12,9 @@ from support.float64_truth import shaken
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, pipeline
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.model.attention import SdpaMask
+from electra_dist.model.attention import SdpaMask, attention_bias, derive
 from electra_dist.model.counts import parameter_counts
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.export import export_towers
 from electra_dist.tokenizer import Vocabulary

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import ElectraForMaskedLM, ElectraForPreTraining
 
-from electra_dist.model.row_layout import derive
+from electra_dist.model.attention import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.masking import num_masked
 from electra_dist.pretrained.export import export_tower

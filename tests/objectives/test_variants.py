@@ -14,8 +14,8 @@ from electra_kernels.operation_types import SpecialIds
 from support.float64_truth import shaken
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
+from electra_dist.model.attention import derive
 from electra_dist.model.heads import CHUNK_ROWS, token_log_probs
-from electra_dist.model.row_layout import derive
 from electra_dist.objectives.base import StepInput, Sums
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.objectives.corruption import FixedGenerator, unigram_weights
@@ -294,7 +294,8 @@ def test_adversarial_gradient_is_that_of_reinforce_with_a_baseline(masking_mode:
     batch = module.batch(step_input(ids))
     masking = module.mask(batch)
     states = module.generator_states(batch, masking)
-    sampled = module.fill(batch, masking, states.detach()).sampled_M.view(masking.position_BN.shape)
+    original = batch.ids_BS.gather(1, masking.position_BN)
+    sampled = module.predict(batch, states.detach(), original, masking.weight_BN).sampled_M.view(original.shape)
     table = towers.embeddings.word.weight[:VOCAB_SIZE]
     logits = towers.generator_head.transform(states) @ table.T + towers.generator_head.bias
     log_probs = (logits / temperature).log_softmax(-1).view(*sampled.shape, -1)

@@ -27,7 +27,7 @@ from transformers import (
 
 from electra_dist.config import Config, ModelConfig
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import derive
+from electra_dist.model.attention import derive
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.pretrained.encoder import Backbone, load_pretrained
 from electra_dist.pretrained.hf_folders import read_hugging_face_model_config

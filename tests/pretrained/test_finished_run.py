@@ -40,9 +40,8 @@ from electra_dist.corpus.counts import Counts
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.receipt import Receipt
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.model.attention import SdpaMask
+from electra_dist.model.attention import SdpaMask, attention_bias, derive
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import Sums
 from electra_dist.pretrained import export as export_module

@@ -13,9 +13,8 @@ from support.small_models import SIZES
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.attention import SdpaMask
+from electra_dist.model.attention import SdpaMask, attention_bias, derive
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.hf import from_hf, to_hf

@@ -19,9 +19,8 @@ from electra_dist import nvml
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.load import load_config
 from electra_dist.errors import NodeError, UserError
-from electra_dist.model.attention import SdpaMask
+from electra_dist.model.attention import SdpaMask, attention_bias, derive
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.export import export_tower

@@ -26,7 +26,7 @@ from transformers import (
 
 from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import derive
+from electra_dist.model.attention import derive
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.pretrained.export import export_tower, export_towers

@@ -11,9 +11,8 @@ from transformers import AutoModelForPreTraining, AutoTokenizer, pipeline
 
 from electra_dist.config import ModelConfig
 from electra_dist.config.load import load_config
-from electra_dist.model.attention import SdpaMask
+from electra_dist.model.attention import SdpaMask, attention_bias, derive
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.export import export_towers
 from electra_dist.pretrained.weights import load_tower_folders

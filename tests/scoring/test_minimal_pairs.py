@@ -13,7 +13,7 @@ from transformers import ElectraForMaskedLM
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
-from electra_dist.model.row_layout import derive
+from electra_dist.model.attention import derive
 from electra_dist.model.towers import build_towers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective

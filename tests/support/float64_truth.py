@@ -14,7 +14,7 @@ from electra_kernels.slots import is_candidate
 from transformers import ElectraConfig, ElectraModel
 
 from electra_dist.config import ModelConfig
-from electra_dist.model.row_layout import RowLayout, derive
+from electra_dist.model.attention import RowLayout, derive
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.masking import Masking, mask_rows
 from electra_dist.pretrained.hf import to_hf

@@ -9,9 +9,8 @@ from electra_kernels.operation_types import SpecialIds
 from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertForTokenClassification
 
 from electra_dist.config import ModelConfig, TowerConfig
-from electra_dist.model.attention import new_attention_mask
+from electra_dist.model.attention import derive, new_attention_mask
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.row_layout import derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.hf import to_hf
 
