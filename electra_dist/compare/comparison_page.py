@@ -159,7 +159,8 @@ def _bars(
         half_width = reach * (difference.standard_error or 0.0)
         low_high.append((100 * difference.mean - half_width, 100 * difference.mean + half_width))
     ends = [0.0, *(end for both in low_high for end in both)]
-    ticks = [float(tick) for tick in MaxNLocator(_NUM_TICKS).tick_values(min(ends), max(ends))]
+    first, last = (min(ends), max(ends)) if any(ends) else (-1.0, 1.0)
+    ticks = [float(tick) for tick in MaxNLocator(_NUM_TICKS).tick_values(first, last)]
 
     def position(points: float) -> float:
         return round(100 * (points - ticks[0]) / (ticks[-1] - ticks[0]), 2)

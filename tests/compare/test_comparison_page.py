@@ -166,6 +166,19 @@ def test_bars_are_drawn_to_scale_and_are_strong_if_they_do_not_reach_zero(make_c
         assert float(left) >= 0 and float(left) + float(width) <= 100
 
 
+def test_an_axis_on_which_nothing_differs_has_percentage_points_as_ticks(make_comparison: MakeComparison) -> None:
+    compare, plan = load(make_comparison)
+    scores = [
+        dataclasses.replace(one, measured=dataclasses.replace(one.measured, score=0.5, standard_error=0.0))
+        for one in scores_of(plan, ["words", "fewer"], [1, 2])
+    ]
+
+    page = comparison_page(results_of(compare, plan, scores, ["words", "fewer"]), finished(plan), [], [])
+
+    ticks = re.findall(r'<span style="left:[\d.]+%">(.*?)</span>', page)
+    assert "0" in ticks and all(re.fullmatch(r"-?[\d.]+", tick) for tick in ticks)
+
+
 def test_the_page_of_an_unfinished_comparison_says_what_is_missing(make_comparison: MakeComparison) -> None:
     compare, plan = load(make_comparison)
     searched = compare.objectives[2].model_copy(update={"lr": (0.001, 0.002)})
