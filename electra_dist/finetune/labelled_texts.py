@@ -295,6 +295,12 @@ class LabelTargets:
             )
         return cls(labels)
 
+    def shown_metric(self, name: str) -> str:
+        """Return the name of a metric for people: of an F1, it says of which label it is, or that it is a mean."""
+        if name != "f1" or not self.labels:
+            return name
+        return f"f1 of {self.labels[1]}" if len(self.labels) == 2 else "mean f1"
+
     @property
     def num_outputs(self) -> int:
         """Return the number of outputs of a head: one per label, or 1 for a regression."""

@@ -44,7 +44,7 @@ from electra_dist.finetune.open_task import TaskRequest, open_task
 from electra_dist.finetune.seed_folder import check_folder, copy_best, read_identity, seed_dir
 from electra_dist.finetune.stored_scores import Measured, ScoreStore
 from electra_dist.finetune.task import Task
-from electra_dist.finetune.training_loop import Progress, quiet
+from electra_dist.finetune.training_loop import Ids, Progress, count_steps, quiet
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.hf import TowerName
 from electra_dist.pretrained.locate import Step
@@ -52,6 +52,7 @@ from electra_dist.store.atomic_files import make_folder, writable
 
 RESULTS_FILE = "results.jsonl"
 _POLL_S = 1.0  # between two reports on progress
+_FEW_STEPS = 200  # of a fine-tuning; fewer often leave a model of a small table untrained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +83,10 @@ def run_all(
     """Return the results of all tasks and seeds; compute only those that OUTPUT/results.jsonl does not contain yet.
 
     `work` has the tasks with their settings. With `probe`, linear models are fitted to frozen states, and each task
-    has one result, with seed 0. `note` is called with one line of text for each result, each remark about a task's
-    data and each folder of a best model. `save_to` maps a task's name to the folder for its models (seed-0, seed-1,
-    ... and best); no model is written for other tasks or for probes. `compute_jobs`, such as `SeedProcesses`, computes
-    the seeds; None computes them in this process, one after another.
+    has one result, with seed 0. `note` is called with one line of text for the steps and each result of a task, each
+    remark about its tokens, and each folder of a best model. `save_to` maps a task's name to the folder for its models
+    (seed-0, seed-1, ... and best); no model is written for other tasks or for probes. `compute_jobs`, such as
+    `SeedProcesses`, computes the seeds; None computes them in this process, one after another.
 
     The results are ordered by task and then by seed. Raises UserError if a folder has models of another task, encoder
     or settings, if results.jsonl is damaged, or if a task has no linear probe.
@@ -100,8 +101,6 @@ def run_all(
     results: dict[tuple[str, int], Measured] = {}
     jobs = []
     for task, settings in work_of.values():
-        for remark in task.notes:
-            note(remark)
         task_identity = identity(encoder, task, settings, mode)
         model_dir = model_dirs.get(task.name)
         if model_dir is not None:
@@ -117,8 +116,11 @@ def run_all(
                 jobs.append(SeedJob(task=task.name, seed=seed, identity=task_identity, folder=folder))
                 is_new = True
         if is_new:
-            for remark in _remarks_on_unknown_tokens(encoder, task, settings):
+            ids = task.examples(encoder, settings).ids
+            for remark in _remarks_on_unknown_tokens(encoder, task, settings, ids):
                 note(remark)
+            if not probe:
+                note(_steps_line(encoder, task, settings, count_steps(len(ids), settings)))
 
     def compute_here(jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Measured]]:
         for job in jobs:
@@ -140,11 +142,25 @@ def run_all(
     return ordered_results
 
 
-def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: FinetuneConfig) -> list[str]:
-    """Return a remark if many tokens of the training examples are [UNK]; raise UserError above `max_unk_rate`."""
-    ids = np.concatenate([np.asarray(row, np.int64) for row in task.examples(encoder, settings).ids])
+def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: FinetuneConfig, rows: Ids) -> list[str]:
+    """Return a remark if many tokens of the training examples, `rows` of ids, are [UNK].
+
+    Raises UserError above `max_unk_rate`.
+    """
+    ids = np.concatenate([np.asarray(row, np.int64) for row in rows])
     counts = {"the training examples": unknown_tokens_of_rows(ids, encoder.vocabulary.special)}
     return remarks_on_unknown_tokens(counts, settings.max_unk_rate, "max_unk_rate", task.name)
+
+
+def _steps_line(encoder: Pretrained, task: Task, settings: FinetuneConfig, num_steps: int) -> str:
+    """Return a line on the number of steps of each seed of a task, with advice if they are few."""
+    line = f"{task.name}: steps of {settings.batch} examples, for each seed: {num_steps:,}"
+    if num_steps >= _FEW_STEPS:
+        return line
+    line += ", which is few: a small table may need more (--set epochs=10)"
+    if encoder.model.architecture != "modern" or "pooling" not in task.optional_settings:
+        return line
+    return f"{line}, and a short pretraining the mean of all states (--set pooling=mean; docs/finetune.md)"
 
 
 def _has_its_model(result: Measured, folder: Path | None) -> bool:

@@ -14,7 +14,7 @@ import base64
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +193,19 @@ def glue_average(summaries: Sequence[SeedSummary]) -> float | None:
     return statistics.fmean(medians)
 
 
-def results_table(title: str, summaries: Sequence[SeedSummary]) -> Table:
-    """Return a table for the terminal: one row per task, scores in per cent, and the GLUE average if there is one."""
+def results_table(
+    title: str, summaries: Sequence[SeedSummary], shown_metric: Callable[[str, str], str] = lambda task, name: name
+) -> Table:
+    """Return a table for the terminal: one row per task, scores in per cent, and the GLUE average if there is one.
+
+    `shown_metric` returns the name of a task's metric for people.
+    """
     table = Table("task", "metric", "median", "min", "max", "seeds", "failed", "other medians", title=title)
     for summary in summaries:
         other_medians = [
-            f"{name} {percent(summary, value)}" for name, value in summary.medians.items() if name != summary.metric
+            f"{shown_metric(summary.task, name)} {percent(summary, value)}"
+            for name, value in summary.medians.items()
+            if name != summary.metric
         ]
         table.add_row(
             summary.task,

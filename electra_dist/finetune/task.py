@@ -82,6 +82,10 @@ class Task(abc.ABC):
         `progress` is called after each batch with ("predict", rows done, rows in total).
         """
 
+    def shown_metric(self, name: str) -> str:
+        """Return the name of a metric for people, which may say more than its name in files."""
+        return name
+
     def constant_guess(self) -> str:
         """Return a line with the score of a guess that is the same for all development examples; "" if not known."""
         return ""

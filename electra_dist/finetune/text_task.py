@@ -401,6 +401,10 @@ class TextTask(Task):
         return TaskOutcome(metrics=metrics, failures=tuple(failures))
 
     @override
+    def shown_metric(self, name: str) -> str:
+        return self._label_targets.shown_metric(name)
+
+    @override
     def constant_guess(self) -> str:
         targets = self._label_targets
         if targets.labels:

@@ -173,9 +173,9 @@ def fit(
 
     The loss is the mean over the last tenth of the steps, rounded down, but at least one step. The model is left in
     training mode; the state of torch's global generator is the same afterwards as before. `num_layers` is the number
-    of the encoder's layers. `progress` is called every 16 steps, and after the last, with a text that names epochs and
-    examples, the steps done and the steps in total. Raises Diverged if the loss became NaN or infinite; it is checked
-    every 16 steps only, because each check waits for the device.
+    of the encoder's layers. `progress` is called before the first step and after each one, with a text that names
+    epochs and examples, the steps done and the steps in total. Raises Diverged if the loss became NaN or infinite; it
+    is checked every 16 steps only, because each check waits for the device.
 
     With the setting `early_stopping`, `score` is called after each step that ends an epoch, and after the last step,
     with the model in evaluation mode. The model ends with the weights of the highest score, the first of equal ones.
@@ -192,6 +192,7 @@ def fit(
     # Dropout sets torch's global generators in each step; the caller's state is restored at the end.
     devices_to_restore = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices_to_restore):
+        progress(activity, 0, num_steps)
         for step in range(num_steps):
             batch_rows = list(itertools.islice(endless_rows, settings.batch))
             loss = _batch_loss(model, examples, batch_rows, seed, step)
@@ -204,7 +205,7 @@ def fit(
             is_last = step == num_steps - 1
             if step % _CHECK_EVERY == 0 or is_last:
                 _check_finite(losses)
-                progress(activity, step + 1, num_steps)
+            progress(activity, step + 1, num_steps)
             rows_before, rows_after = step * settings.batch, (step + 1) * settings.batch
             is_end_of_epoch = rows_after // len(examples.ids) > rows_before // len(examples.ids)
             if best is not None and (is_end_of_epoch or is_last):

@@ -126,6 +126,11 @@ class TunedModel:
         self.columns: Mapping[str, str | None] = self.data.get("columns") or {}  # of the training data
         self._settings: Mapping[str, Any] | None = record.get("settings")
 
+    def shown_metric(self, name: str) -> str:
+        """Return the name of a metric for people, as `LabelTargets` does."""
+        has_classes = self.kind == "SequenceClassification" and len(self.labels) > 1
+        return LabelTargets(self.labels).shown_metric(name) if has_classes else name
+
     def load(self) -> tuple[Pretrained, TaskModel, FinetuneConfig]:
         """Load the encoder, of which the tokenizer is used, the model in evaluation mode, and its settings.
 

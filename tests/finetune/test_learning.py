@@ -134,7 +134,7 @@ def test_an_interrupted_run_skips_finished_seeds_and_ends_in_the_numbers_of_an_u
     resumed = run_all(encoder, work, range(3), interrupted_dir, CPU, note=notes.append)
 
     assert [result.numbers() for result in resumed] == [result.numbers() for result in uninterrupted]
-    assert ["already there" in note for note in notes] == [True, False, False]
+    assert ["already there" in note for note in notes] == [True, False, False, False]
     assert len({result.train_loss for result in uninterrupted}) == 3  # seeds give different results
 
     # A result of other settings does not count as finished.

@@ -96,7 +96,8 @@ def test_every_seed_and_the_best_one_are_saved_and_a_second_command_adds_seeds(
     more_notes = run(encoder, task, out, seeds=3)
 
     assert notes[-1] == f"{out}/best: the model of the best seed, for transformers"
-    assert ["already there" in note for note in more_notes] == [True, True, False, False]
+    assert ["already there" in note for note in more_notes] == [True, True, False, False, False]
+    assert more_notes[2].startswith("custom: steps of ")
     assert contents(out / "seed-1") == before
     results = run_all(encoder, [(task, SHORT)], range(3), out, CPU, note=ignore, save_to={task.name: out})
     assert {path.name for path in out.iterdir()} == {"results.jsonl", "best", "seed-0", "seed-1", "seed-2"}
@@ -148,7 +149,7 @@ def test_a_result_without_its_model_is_computed_again_with_the_same_bytes(
 
     notes = run(encoder, task, out)
 
-    assert ["already there" in note for note in notes] == [True, False, False]
+    assert ["already there" in note for note in notes] == [True, False, False, False]
     after = contents(out)
     results = "results.jsonl"  # has one more line, with another time
     assert {name: after[name] for name in after if name != results} == {

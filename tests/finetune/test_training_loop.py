@@ -117,7 +117,8 @@ def test_early_stopping_keeps_the_weights_of_the_best_epoch(encoder: Pretrained)
     trained = fit(model, 2, examples, settings, 0, lambda *call: told.append(call), score)
 
     assert (trained.steps, count_steps(4, settings)) == (8, 20)
-    assert told[0] == ("train for 10 epochs of 4 examples, steps of 2", 1, 20)
+    activity = "train for 10 epochs of 4 examples, steps of 2"
+    assert told == [(activity, step, 20) for step in range(9)]
     assert len(weights) == 4  # two epochs after the best one, of which an equal score is none that is better
     assert any(not torch.equal(weights[1][name], weights[3][name]) for name in weights[1])
     for name, value in model.state_dict().items():

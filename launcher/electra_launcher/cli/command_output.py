@@ -17,6 +17,7 @@ from electra_dist.errors import EXIT_STOPPED
 from electra_dist.escapes import printable
 
 _WIDTH_OF_A_PIPE = 10_000  # columns; wider than any table, and a table is only as wide as its cells
+_FIRST_PAUSE_S = 3.0  # until the first line, if it can say how long the rest takes
 # Seconds between two lines of progress: a tenth of the time so far, within limits.
 _PAUSE_SHARE = 0.1
 _LEAST_PAUSE_S = 10.0
@@ -58,7 +59,7 @@ def _without_nan(tree: object) -> object:
 
 
 class _ProgressLines:
-    """Lines of progress for an output that is no terminal: the first after ten seconds, later ones more rarely."""
+    """Lines of progress for an output that is no terminal: an estimate after three seconds, then ever more rarely."""
 
     def __init__(self, out: Console, amount: Callable[[int], str] = "{:,}".format) -> None:
         self._out = out
@@ -77,6 +78,8 @@ class _ProgressLines:
         if activity != self._activity:
             self._activity, self._activity_began, self._done_before = activity, now, done
         pause_s = max(_LEAST_PAUSE_S, min(_MOST_PAUSE_S, _PAUSE_SHARE * (now - self._began)))
+        if self._newest_line == self._began and total is not None and done > self._done_before:
+            pause_s = min(pause_s, _FIRST_PAUSE_S)
         if now - self._newest_line < pause_s:
             return
         self._newest_line = now

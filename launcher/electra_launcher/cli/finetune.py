@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
-_FEW_STEPS = 200  # of a fine-tuning; fewer often leave a model of a small table untrained
 
 
 class Kind(StrEnum):
@@ -68,9 +67,9 @@ Probe = Annotated[bool, typer.Option(help="freeze the encoder and fit a linear m
 Output = Annotated[
     Path | None,
     typer.Option(
-        help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks), where an "
-        "interrupted command resumes; default: MODEL/finetune, with the models in MODEL/finetune/TASK; "
-        "of a model on the Hub: runs/finetune_NAME"
+        help="folder of the results and of the models best, seed-0, ... (TASK/best with several tasks); the same "
+        "command keeps finished seeds that it finds there; default: MODEL/finetune, with the models in "
+        "MODEL/finetune/TASK; of a model on the Hub: runs/finetune_NAME"
     ),
 ]
 Save = Annotated[
@@ -169,6 +168,11 @@ def finetune(
         opened.check(checked)
     step = choose_step(model, checkpoint)
     located = locate_model(model, tower.value)
+    out = open_console()
+    for opened in tasks.values():
+        for remark in opened.notes:
+            out.print(remark)
+    out.print(f"loading {located}")
 
     from electra_dist.finetune.run_seeds import ModelRequest, SeedProcesses, run_all
     from electra_dist.finetune.stored_scores import summarize
@@ -181,7 +185,6 @@ def finetune(
     has_one_task_folder = output is not None and len(task_names) == 1
     model_dirs = {name: folder if has_one_task_folder else folder / name for name in task_names}
     device = device_of_choice()
-    out = open_console()
     out.print(f"{encoder.name} on {device.type}, results in {folder}")
     if device.type == "cpu":
         _advise_on_threads(out, parallel)
@@ -208,12 +211,6 @@ def finetune(
     summaries = [summarize([result for result in results if result.task == name]) for name in task_names]
     _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
     _print_scores(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries, tasks)
-    num_steps = max(result.planned_steps for result in results)
-    if not probe and num_steps < _FEW_STEPS:
-        out.print(
-            f"only {num_steps} steps: a small table may need more (--set epochs=10), and a short pretraining the mean "
-            f"of all states (--set pooling=mean; docs/finetune.md)"
-        )
     if writes_models:
         _print_next(out, model_dirs)
 
@@ -233,7 +230,7 @@ def _print_scores(out: Console, title: str, summaries: list[SeedSummary], tasks:
     """Print a table of the scores of all tasks, why seeds count as failed, and what a constant guess scores."""
     from electra_dist.finetune.stored_scores import results_table
 
-    out.print(results_table(title, summaries))
+    out.print(results_table(title, summaries, lambda name, metric: tasks[name].shown_metric(metric)))
     for summary in summaries:
         for seed, reason in summary.failed.items():
             out.print(f"failed: {summary.task} seed {seed}: {reason}")
@@ -329,7 +326,8 @@ def predict(
     from electra_dist.store.atomic_files import replacing
     from electra_dist.store.url_files import local_copy
 
-    run = open_predictions(TunedModel(model_folder(model)), local_copy(file), text_a, text_b, label, delimiter)
+    tuned = TunedModel(model_folder(model))
+    run = open_predictions(tuned, local_copy(file), text_a, text_b, label, delimiter)
     with progress_bar(Console(stderr=True)) as progress:
         predictions = run(progress)
     content = predictions.text("" if output is None else output.suffix.lower())
@@ -342,6 +340,6 @@ def predict(
     for note in predictions.notes:
         out.print(note, soft_wrap=True)
     for name, value in predictions.metrics.items():
-        out.print(f"{name} {value:.4f}")
+        out.print(f"{tuned.shown_metric(name)} {value:.4f}")
     if output is not None:
         out.print(f"{output}: {len(predictions.objects)} predictions")

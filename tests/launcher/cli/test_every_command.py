@@ -191,7 +191,7 @@ def test_the_help_of_every_option_says_what_holds_without_it() -> None:
 
 
 def test_lines_of_progress_become_rarer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A process of a day that reports every second gets 8 lines in 100 s, and one every five minutes in the end."""
+    """A process of a day that reports every second gets a first line after 3 s, and one every 300 s in the end."""
     clock = 0.0
     monkeypatch.setattr(command_output.time, "monotonic", lambda: clock)
     times = []
@@ -203,7 +203,7 @@ def test_lines_of_progress_become_rarer(monkeypatch: pytest.MonkeyPatch, capsys:
                 times.append(second)
         clock += 1000.0
         report("predict", 43_175, 86_350)
-    assert times[:5] == [10, 20, 30, 40, 50] and times[-1] - times[-2] == 300 and len(times) < 350
+    assert times[:5] == [3, 13, 23, 33, 43] and times[-1] - times[-2] == 300 and len(times) < 350
     assert capsys.readouterr().out == "predict: 43,175 of 86,350, about 87,350 s left\n"
 
 

@@ -52,6 +52,9 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     # All texts are equal, so all predictions are equal: both seeds count as failed and are named.
     assert report["tasks"][0]["scores"] == [0.5, 0.5]
     assert list(report["tasks"][0]["failed"]) == ["0", "1"]
+    few = "rte: steps of 32 examples, for each seed: 1, which is few: a small table may need more (--set epochs=10)"
+    assert 0 <= first.output.index("loading random:") < first.output.index(few) < first.output.index("rte seed 0")
+    assert "f1 of not_entailment" in first.output
     assert "failed: rte seed 1: degenerate: all 8 predictions are" in first.output
     assert "to compare: rte: always to predict `entailment` has accuracy 0.5000" in first.output
     assert f"electra-dist predict {tmp_path / 'out'} NEW.csv --output predictions.csv" in first.output
@@ -141,6 +144,7 @@ def test_a_file_of_base64_is_named_before_training_and_before_prediction(
     command = ["predict", str(tmp_path / "out"), str(tmp_path / "own.csv")]
     predicted = CliRunner().invoke(app, command, catch_exceptions=False)
     assert remark in predicted.stderr and remark not in predicted.stdout
+    assert "\nf1 of good " in predicted.stderr
 
 
 @pytest.mark.parametrize("parallel", ["1", pytest.param("2", marks=pytest.mark.multiproc)])
