@@ -20,13 +20,10 @@ import sys
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 import torch
 from electra_kernels.operation_types import SpecialIds
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from electra_dist.config import Config, ModelConfig, TowerConfig
 from electra_dist.config.load import load_config
@@ -39,6 +36,7 @@ from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.towers import PARTS, build_towers
 from electra_dist.pretrained.hf import State, TowerName, family_of, standalone, submodules
 from electra_dist.pretrained.hf_folders import (
+    WithoutInitialValues,
     convert_weights,
     read_hugging_face_model_config,
     read_pretraining_record,
@@ -105,19 +103,6 @@ class Backbone(nn.Module):
                 hook.remove()
         states_BSH = [state_TH.unflatten(0, ids_BS.shape) for state_TH in states]
         return [*states_BSH[:-1], final_BSH]
-
-
-class _WithoutInitialValues(TorchFunctionMode):
-    """Mode of torch in which new modules draw no initial values, which would import torch's compiler on "meta"."""
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return named["tensor"] if "tensor" in named else args[0]
-        return func(*args, **named)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,7 +209,7 @@ class Pretrained:
 
     def _empty_backbone(self, model: ModelConfig) -> Backbone:
         """Return a module without memory for its parameters, after a check that each has a weight of its shape."""
-        with torch.device("meta"), _WithoutInitialValues():
+        with torch.device("meta"), WithoutInitialValues():
             module = Backbone(model, self.tower, self.special)
         weights = self._backbone_state()
         for key, parameter in module.state_dict().items():

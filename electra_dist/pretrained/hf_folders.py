@@ -28,6 +28,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from electra_dist.config import ModelConfig
 from electra_dist.config.rules import check_model
@@ -278,12 +280,25 @@ def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: Tow
     return state
 
 
+class WithoutInitialValues(TorchFunctionMode):
+    """Mode of torch in which new modules draw no initial values, which would import torch's compiler on "meta"."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)
+
+
 def _check_shapes(folder: Path, state: State, model: ModelConfig, tower: TowerName) -> None:
     """Raise UserError if a parameter of embeddings or layers is missing, or any parameter has another shape."""
     shape, width = tower_of(model, tower)
     token_head = "generator_head" if tower == "generator" else "token_head"
     parts = PARTS[model.architecture]
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutInitialValues():
         modules = {
             "embeddings": parts.embeddings(model, width),
             tower: parts.encoder(model, shape, width),

@@ -162,12 +162,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         model_folder("we/model")
 
 
+SCORE = """
+import sys
+from electra_launcher.cli.main import app
+app(["score", "--model", sys.argv[1]], standalone_mode=False)
+assert "torch._dynamo" not in sys.modules, "torch's compiler, whose import takes a second"
+"""
+
+
 @pytest.mark.real_start
 def test_a_command_reads_the_hub_of_its_environment(hub: Hub, exported: Path) -> None:
     hub.commit("we/model", exported / "discriminator")
 
     def score(model: str) -> str:
-        command = [sys.executable, "-m", "electra_launcher.cli.main", "score", "--model", model]
+        command = [sys.executable, "-c", SCORE, model]
         done = subprocess.run(command, input="the boy is tired\n", capture_output=True, text=True, env=os.environ)
         assert done.returncode == 0, done.stderr
         return done.stdout
