@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from measure import REPOSITORY, TOY, Found, Json, ResultLine, alternate, print_table
 
-from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.stored_copies import checkpoints
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config.load import load_config

@@ -28,8 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from electra_dist.checkpoint.checkpoint import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, checkpoints, parse_folder
 from electra_dist.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Range, RunState, ranges_of_tensors
+from electra_dist.checkpoint.stored_copies import SET_ASIDE, SET_ASIDE_REASON, Checkpoint, checkpoints, parse_folder
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import OtherNumerics, StoreAway, StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store, in_parallel

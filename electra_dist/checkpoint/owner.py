@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.stored_copies import checkpoints
 from electra_dist.config import Config
 from electra_dist.errors import StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store

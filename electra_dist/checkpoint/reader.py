@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from electra_dist.checkpoint.checkpoint import Checkpoint, missing
 from electra_dist.checkpoint.manifest import FileEntry, Manifest, TensorEntry, ranges_of_tensors
+from electra_dist.checkpoint.stored_copies import Checkpoint, missing
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreMissing, TornCheckpoint
 from electra_dist.store.interface import in_parallel

@@ -25,16 +25,16 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from electra_dist.checkpoint.checkpoint import (
+from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.owner import Discarded, check_resumable
+from electra_dist.checkpoint.reader import CheckpointReader
+from electra_dist.checkpoint.stored_copies import (
     WITHDRAWN,
     Checkpoint,
     checkpoints,
     copies_of_each,
     first_good,
 )
-from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.owner import Discarded, check_resumable
-from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.errors import StorageLost, StoreError, StoreMissing, TornCheckpoint, UserError

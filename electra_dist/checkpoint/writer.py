@@ -29,9 +29,9 @@ from typing import overload
 import torch
 from typing_extensions import override
 
-from electra_dist.checkpoint.checkpoint import Checkpoint
 from electra_dist.checkpoint.commit import Fenced, HeldOutScore, commit, retain
 from electra_dist.checkpoint.manifest import KINDS, RunState
+from electra_dist.checkpoint.stored_copies import Checkpoint
 from electra_dist.checkpoint.tensor_file import Fragment, Tensor, TensorFile
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.atomic_files import nearest_folder

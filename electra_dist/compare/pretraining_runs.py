@@ -20,11 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
 
-from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
+from electra_dist.checkpoint.stored_copies import checkpoints, open_targets
 from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.run.process_table import mark_of, marked_pids
+from electra_dist.run.this_node import mark_of, marked_pids
 
 _POLL_S = 0.5  # seconds between checks of a run
 

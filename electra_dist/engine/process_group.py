@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 from electra_dist.engine.rank_environment import PREFLIGHT_LIMIT_S, check_meeting, check_port, rank_place, whole_number
 from electra_dist.errors import UserError
-from electra_dist.run.process_table import MARK
+from electra_dist.run.this_node import MARK
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_WORKSPACES = ":4096:8"  # eight buffers of 4 MiB, one of two settings that cuBLAS documents as deterministic

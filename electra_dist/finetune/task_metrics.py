@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from electra_dist.extras import missing_packages
 from electra_dist.finetune.stored_scores import ItemResults
+from electra_dist.optional_packages import missing_packages
 from electra_dist.word_pattern import WORD_PATTERN
 
 try:

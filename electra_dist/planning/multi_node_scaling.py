@@ -30,7 +30,7 @@ from typing import Literal
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.model.counts import parameter_counts, peak_flops, token_flops
-from electra_dist.planning.budget import LAUNCH_S, OPERATORS_OF_UPDATE, launch_seconds
+from electra_dist.planning.training_days import LAUNCH_S, OPERATORS_OF_UPDATE, launch_seconds
 
 Precision = Literal["bf16", "fp16", "fp32"]
 

@@ -5,8 +5,8 @@ exists. Such a corpus is refused if its rows or its vocabulary do not fit the co
 written. No GPU is needed and torch is not imported. `electra-dist plan --json` prints the record itself,
 `plan_page.py` prints it as tables.
 
-Limits: a corpus on S3 is not read, so its epochs are not known. The docstrings of budget.py and activation_memory.py
-name what the numbers leave out.
+Limits: a corpus on S3 is not read, so its epochs are not known. The docstrings of training_days.py and
+activation_memory.py name what the numbers leave out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from electra_dist.data.corpora import check_corpus_fits, steps_of_phases, with_c
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, read_manifest
 from electra_dist.engine.state_layout import PARTS, StateLayout, state_layout
 from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
-from electra_dist.planning.budget import Budget, make_budget
 from electra_dist.planning.multi_node_scaling import Cluster, Scaled, scale
+from electra_dist.planning.training_days import Budget, make_budget
 from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
 

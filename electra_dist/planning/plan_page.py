@@ -20,10 +20,10 @@ from electra_dist.engine.state_layout import PARTS
 from electra_dist.escapes import printable
 from electra_dist.model.counts import GPUS_WITHOUT_BF16, frozen_generator_parameters
 from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB, micro_batch_limit
-from electra_dist.planning.budget import Budget
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled
 from electra_dist.planning.paper_flops import generator_training, run_flops_by_paper
 from electra_dist.planning.plan import Plan, PlannedPhase
+from electra_dist.planning.training_days import Budget
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.store.open_store import REMOTE_SCHEMES
 

@@ -49,7 +49,7 @@ def choose_step(spec: str, checkpoint: str | None) -> Step:
     digits = checkpoint.replace(",", "")
     if digits.isascii() and digits.isdigit():
         return int(digits)
-    from electra_dist.checkpoint.checkpoint import parse_folder
+    from electra_dist.checkpoint.stored_copies import parse_folder
 
     step_and_attempt = parse_folder(Path(checkpoint).name)
     if step_and_attempt is None:

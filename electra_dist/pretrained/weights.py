@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 
-from electra_dist.checkpoint.checkpoint import open_targets
 from electra_dist.checkpoint.chosen_weights import (
     CheckpointProgress,
     Choice,
@@ -41,6 +40,7 @@ from electra_dist.checkpoint.chosen_weights import (
 )
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.owner import owner_of
+from electra_dist.checkpoint.stored_copies import open_targets
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config, ModelConfig, TrainConfig
 from electra_dist.data.manifest import TokenizerEntry

@@ -34,8 +34,8 @@ from pydantic import TypeAdapter
 from electra_dist.config import ClusterConfig
 from electra_dist.errors import StoreError
 from electra_dist.run.folder import HEARTBEAT_DIR
-from electra_dist.run.process_table import node_name
 from electra_dist.run.records import Count, Number
+from electra_dist.run.this_node import node_name
 from electra_dist.store.atomic_files import read_regular, writable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json

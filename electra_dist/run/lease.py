@@ -41,7 +41,7 @@ from pydantic import BaseModel, Field
 
 from electra_dist.errors import StoreError, UserError
 from electra_dist.run.folder import LEASE_DIR, STOP_FILE, is_run_folder
-from electra_dist.run.process_table import boot_id, node_name
+from electra_dist.run.this_node import boot_id, node_name
 from electra_dist.store.atomic_files import is_temporary, lock_file, read_regular, readable, replacing
 from electra_dist.store.json_file import parse_document
 from electra_dist.store.patience import Patience, patient

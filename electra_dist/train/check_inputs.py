@@ -13,7 +13,7 @@ import torch
 from electra_kernels import BackendUnavailable
 from electra_kernels.backend_choice import resolve
 
-from electra_dist.checkpoint.checkpoint import checkpoints, open_targets
+from electra_dist.checkpoint.stored_copies import checkpoints, open_targets
 from electra_dist.config import Config
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
 from electra_dist.corpus.build_report import (

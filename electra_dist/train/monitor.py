@@ -35,8 +35,8 @@ from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
 from electra_dist.nvml import GpuReading, GpuSampler
 from electra_dist.run.heartbeat import Heartbeat, Phase, collective_limit_s
-from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import Strike, add_strike
+from electra_dist.run.this_node import node_name
 from electra_dist.store.wait_reporter import WaitReporter
 
 _LOOKS = 3  # log steps in a row at which a straggler must be slow

@@ -35,7 +35,7 @@ from electra_dist.data.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.data.shard_server import ShardServer
 from electra_dist.engine.rank_environment import rank_place
-from electra_dist.run.process_table import node_name
+from electra_dist.run.this_node import node_name
 from electra_dist.store.atomic_files import nearest_folder
 from electra_dist.train.check_inputs import RunInputs
 

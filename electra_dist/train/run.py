@@ -25,7 +25,7 @@ import torch.distributed as dist
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.checkpoint.checkpoint import check_targets, checkpoints, set_all_aside
+from electra_dist.checkpoint.stored_copies import check_targets, checkpoints, set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
@@ -51,7 +51,7 @@ from electra_dist.run.folder import (
 )
 from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
-from electra_dist.run.process_table import seconds_since_process_start
+from electra_dist.run.this_node import seconds_since_process_start
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.patience import Patience, patient
 from electra_dist.store.user_cache import keep_compiled_code

@@ -38,7 +38,7 @@ from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, Storage
 from electra_dist.objectives.base import Schedules
 from electra_dist.run.lease import LeaseLost
 from electra_dist.run.number_formats import format_duration
-from electra_dist.run.process_table import node_name
+from electra_dist.run.this_node import node_name
 from electra_dist.train.checkpointer import Checkpointer, SaveSchedule, TrainState
 from electra_dist.train.evaluator import Evaluator, evaluation_scores, open_evaluator
 from electra_dist.train.guard import Guard

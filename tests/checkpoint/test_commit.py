@@ -14,9 +14,9 @@ from support import s3_server
 from support.checkpoints import checkpoint_in, committed, folder_name, verify
 
 from electra_dist.checkpoint import commit as commit_module
-from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, leftovers, newest_attempt, retain
 from electra_dist.checkpoint.manifest import MANIFEST
+from electra_dist.checkpoint.stored_copies import checkpoints
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import UserError

@@ -10,10 +10,10 @@ import pytest
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name, verify
 
-from electra_dist.checkpoint.checkpoint import check_targets
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import MANIFEST
 from electra_dist.checkpoint.repair import copy_to_all
+from electra_dist.checkpoint.stored_copies import check_targets
 from electra_dist.errors import UserError
 from electra_dist.store import atomic_files
 from electra_dist.store.interface import Store

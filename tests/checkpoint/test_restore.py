@@ -11,10 +11,10 @@ import torch
 from support import checkpoints as small
 from support.checkpoints import committed, folder_name
 
-from electra_dist.checkpoint.checkpoint import SET_ASIDE, set_all_aside
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.checkpoint.manifest import MANIFEST, RunState
 from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.stored_copies import SET_ASIDE, set_all_aside
 from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreExhausted, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.local_store import LocalStore
@@ -205,7 +205,7 @@ class Away(LocalStore):
 @pytest.fixture
 def away_and_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Away, LocalStore]:
     """A target that is away, with a patience of 10 minutes, and one that answers; both have the steps 10 and 20."""
-    monkeypatch.setattr("electra_dist.checkpoint.checkpoint.FIRST_TRY_S", 0.1)
+    monkeypatch.setattr("electra_dist.checkpoint.stored_copies.FIRST_TRY_S", 0.1)
     patience = Patience(600.0, lambda line: None)
     away, good = Away(tmp_path / "away", patience), LocalStore(tmp_path / "good", patience)
     for step in (10, 20):

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.checkpoint.checkpoint import Checkpoint
 from electra_dist.checkpoint.commit import NOT_EVALUATED, HeldOutScore, superfluous
+from electra_dist.checkpoint.stored_copies import Checkpoint
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.local_store import LocalStore
 

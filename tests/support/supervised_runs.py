@@ -16,7 +16,7 @@ from typing import Any
 
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.ledger import LedgerEvent, read_ledger
-from electra_dist.run.process_table import mark_of, marked_pids
+from electra_dist.run.this_node import mark_of, marked_pids
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "launcher" / "supervise" / "fake_supervise.py")]
 REAL = [sys.executable, "-m", "electra_launcher.supervise"]

@@ -16,7 +16,7 @@ from support.real_runs import kill_session, quick_command, session_pids, step_re
 from electra_dist.run import lease
 from electra_dist.run.folder import IDENTITY_FILE
 from electra_dist.run.lease import read_owner
-from electra_dist.run.process_table import node_name
+from electra_dist.run.this_node import node_name
 
 MakeConfig = Callable[..., Path]
 LONG = {"train.num_steps": 100_000, "checkpoint.every_steps": 50_000, "data.heldout": None}

@@ -10,7 +10,7 @@ import pytest
 from support.run_records import ledger_event
 
 from electra_dist.run.ledger import LedgerEvent
-from electra_dist.run.process_table import seconds_since_process_start
+from electra_dist.run.this_node import seconds_since_process_start
 from electra_dist.train.checkpointer import automatic_steps
 from electra_dist.train.stop_request import JobEndTime
 

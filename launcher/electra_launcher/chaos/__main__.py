@@ -29,8 +29,8 @@ from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, UserError
 from electra_dist.run.metrics import iter_steps
-from electra_dist.run.process_table import mark_of, marked_pids
 from electra_dist.run.records import encode
+from electra_dist.run.this_node import mark_of, marked_pids
 from electra_launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from electra_launcher.chaos.fault_plot import write_fault_plot
 from electra_launcher.chaos.faults import FAULTS, SmallDisk

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from electra_dist.checkpoint.checkpoint import checkpoints
+from electra_dist.checkpoint.stored_copies import checkpoints
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, UserError
 from electra_dist.run.folder import LEDGER_FILE, supervise_log

@@ -2,7 +2,7 @@
 
 Guarantee: only processes and files of that run are touched, and the disk that `fill_disk` fills. A process belongs to
 the run if it is the supervisor that the drill started, or if its environment has the variable that a supervisor sets
-for all processes that it starts, with a value that names exactly this run folder (run/process_table.py).
+for all processes that it starts, with a value that names exactly this run folder (run/this_node.py).
 
 How: a fault that damages a file first kills all processes of the run, so that no process repairs or replaces the file
 before the next start of the run reads it.
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from electra_dist.checkpoint.checkpoint import checkpoints
 from electra_dist.checkpoint.manifest import MANIFEST
+from electra_dist.checkpoint.stored_copies import checkpoints
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from electra_dist.run import lease
 from electra_dist.run.folder import LEASE_DIR, LEDGER_FILE, METRICS_FILE, STOP_FILE
-from electra_dist.run.process_table import mark_of, marked_pids
+from electra_dist.run.this_node import mark_of, marked_pids
 from electra_dist.store.local_store import LocalStore
 
 FILLER = "chaos-filler"  # the file with which `fill_disk` fills a disk

@@ -24,10 +24,10 @@ if TYPE_CHECKING:  # They are loaded by the subcommands that need them, not for 
     from rich.table import Table
     from rich.text import Text
 
-    from electra_dist.checkpoint.checkpoint import Checkpoint
     from electra_dist.checkpoint.owner import Owner
     from electra_dist.checkpoint.reader import CheckpointReader
     from electra_dist.checkpoint.repair import Difference, Found
+    from electra_dist.checkpoint.stored_copies import Checkpoint
     from electra_dist.store.interface import Store
 
 app = typer.Typer(
@@ -381,7 +381,7 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
     `endpoint_url` is the S3 endpoint of an s3:// path (None: AWS). For a run folder, the run's config names it.
     """
-    from electra_dist.checkpoint.checkpoint import open_targets
+    from electra_dist.checkpoint.stored_copies import open_targets
     from electra_dist.run.folder import is_run_folder, open_run
     from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 
@@ -414,7 +414,7 @@ def find_checkpoint(path: str, endpoint_url: str | None = None) -> Checkpoint:
     A checkpoint is complete if it has a manifest; for the folder `path` itself this is not checked. If several stores
     hold the newest checkpoint, that of the first store is returned.
     """
-    from electra_dist.checkpoint.checkpoint import Checkpoint, checkpoints, parse_folder
+    from electra_dist.checkpoint.stored_copies import Checkpoint, checkpoints, parse_folder
     from electra_dist.store.open_store import open_store
 
     parent, _, name = path.rstrip("/").rpartition("/")

@@ -210,8 +210,8 @@ def _revision_names(run: Path, checkpoint: str | None, name_by: NameBy) -> dict[
 
 def _rows_of_steps(run: Path) -> dict[int, int]:
     """Return step -> number of rows trained on so far, for each checkpoint in all targets of a run."""
-    from electra_dist.checkpoint.checkpoint import open_targets
     from electra_dist.checkpoint.repair import survey
+    from electra_dist.checkpoint.stored_copies import open_targets
     from electra_dist.run.folder import open_run
 
     config = open_run(run)

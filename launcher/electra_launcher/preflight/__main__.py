@@ -28,8 +28,8 @@ from electra_dist.data.cache_folder import choose_cache_folder
 from electra_dist.engine.rank_environment import RankPlace, rank_place, whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.heartbeat import Heartbeat
-from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import add_strike
+from electra_dist.run.this_node import node_name
 from electra_dist.store.open_store import REMOTE_SCHEMES
 from electra_dist.store.patience import Patience
 from electra_dist.store.wait_reporter import WaitReporter

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR
-from electra_dist.run.process_table import MARK, is_alive, marked_pids, status_field
+from electra_dist.run.this_node import MARK, is_alive, marked_pids, status_field
 from electra_dist.store.atomic_files import is_private
 from electra_dist.store.patience import Patience, waits
 from electra_launcher.supervise.rank_main import STACK_SIGNAL

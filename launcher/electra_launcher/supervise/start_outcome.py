@@ -18,7 +18,7 @@ from electra_dist.run.error_classes import HANG, Finding, classify, decisive
 from electra_dist.run.failures import Failure, is_repetition
 from electra_dist.run.heartbeat import Beat
 from electra_dist.run.ledger import LedgerEvent
-from electra_dist.run.process_table import node_name
+from electra_dist.run.this_node import node_name
 from electra_launcher.supervise.rank_placement import Placement
 
 

@@ -44,8 +44,8 @@ from electra_dist.run.heartbeat import delete_preflight_heartbeat, read_heartbea
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_jobs, read_ledger
-from electra_dist.run.process_table import mark_of, marked_pids, node_name
 from electra_dist.run.strikes import Strike, add_strike, read_strikes
+from electra_dist.run.this_node import mark_of, marked_pids, node_name
 from electra_dist.store.atomic_files import lock_file, writable
 from electra_dist.store.patience import Patience, patient
 from electra_dist.train.stop_request import JobEndTime

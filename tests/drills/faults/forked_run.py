@@ -22,7 +22,7 @@ from support.forked_popen import ForkedPopen
 from support.process_names import ProcessNames
 
 from electra_dist.checkpoint.manifest import MANIFEST
-from electra_dist.run.process_table import MARK
+from electra_dist.run.this_node import MARK
 from electra_dist.train.trainer import Trainer
 
 COMMIT_FAULT = "kill-at-commit"  # file in the run folder that makes rank 0 kill itself: "before" or "after" a commit

@@ -27,8 +27,8 @@ from support.supervised_runs import FAKE
 from electra_dist.errors import UserError
 from electra_dist.run.heartbeat import Beat
 from electra_dist.run.lease import LeaseLost, take_lease
-from electra_dist.run.process_table import MARK, mark_of
 from electra_dist.run.records import encode
+from electra_dist.run.this_node import MARK, mark_of
 
 KINDS = sorted(FAULTS)
 

@@ -15,9 +15,9 @@ from support.checkpoints import checkpoint_in, committed, folder_name, verify
 from support.hostile_text import HOSTILE, assert_shown
 from typer.testing import CliRunner, Result
 
-from electra_dist.checkpoint.checkpoint import SET_ASIDE, set_all_aside
 from electra_dist.checkpoint.commit import begin_attempt
 from electra_dist.checkpoint.manifest import MANIFEST
+from electra_dist.checkpoint.stored_copies import SET_ASIDE, set_all_aside
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.run.folder import run_identity

@@ -32,9 +32,9 @@ from electra_dist.run.failures import Failure, record_failure
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.lease import take_lease
 from electra_dist.run.metrics import EvalRecord
-from electra_dist.run.process_table import node_name
 from electra_dist.run.records import Record, encode
 from electra_dist.run.strikes import Strike, add_strike
+from electra_dist.run.this_node import node_name
 
 MakeConfig = Callable[..., Path]
 NOW = time.time()

@@ -34,7 +34,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.ledger import Ledger, read_ledger
-from electra_dist.run.process_table import is_alive
+from electra_dist.run.this_node import is_alive
 from electra_dist.train.stop_request import StopRequest
 
 STEP_S = 0.05

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from electra_dist.run.failures import Failure, output_file, read_failures
 from electra_dist.run.heartbeat import Beat
-from electra_dist.run.process_table import node_name
+from electra_dist.run.this_node import node_name
 
 MakeConfig = Callable[..., Path]
 TWO = ("--gpus-per-node", "2")

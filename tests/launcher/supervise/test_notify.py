@@ -10,7 +10,7 @@ import pytest
 from electra_launcher.supervise.messages import event_of, notify
 from support.supervised_runs import FAKE, supervised
 
-from electra_dist.run.process_table import is_alive
+from electra_dist.run.this_node import is_alive
 
 WRITE_ALL = 'echo "$ELECTRA_DIST_EVENT $ELECTRA_DIST_EXIT_CODE $ELECTRA_DIST_RUN_DIR $ELECTRA_DIST_REASON" >> '
 

@@ -16,7 +16,7 @@ from electra_launcher.supervise.rank_main import _answer_while_runs
 from electra_launcher.supervise.rank_placement import Placement
 from electra_launcher.supervise.rank_processes import RankProcesses, condensed
 
-from electra_dist.run.process_table import MARK, is_alive, mark_of, marked_pids
+from electra_dist.run.this_node import MARK, is_alive, mark_of, marked_pids
 
 STACKS = """\
 Thread 0x00007f04617fa6c0 (most recent call first):

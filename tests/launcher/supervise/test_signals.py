@@ -19,7 +19,7 @@ from electra_launcher.supervise.wait_for_ranks import ReceivedSignals
 from support.supervised_runs import FAKE, Supervised, supervised
 
 from electra_dist.run.heartbeat import read_heartbeats
-from electra_dist.run.process_table import status_field
+from electra_dist.run.this_node import status_field
 from electra_dist.train.stop_request import STOP_SIGNALS
 
 pytestmark = pytest.mark.multiproc

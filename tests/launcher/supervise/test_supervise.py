@@ -18,8 +18,8 @@ from support.supervised_runs import FAKE, REAL, supervised
 from electra_dist.run.history import RunEvidence, run_state
 from electra_dist.run.lease import read_owner
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.process_table import node_name
 from electra_dist.run.strikes import read_strikes
+from electra_dist.run.this_node import node_name
 
 MakeConfig = Callable[..., Path]
 FAKE_NVML = Path(__file__).resolve().parents[2] / "support" / "fake_nvml"

@@ -11,7 +11,7 @@ import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import EXIT_CRASH
-from electra_dist.extras import missing_packages
+from electra_dist.optional_packages import missing_packages
 from electra_launcher.cli.command_output import open_console, progress_bar, resumable
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from electra_dist.run.process_table import is_alive, node_name, status_field
+from electra_dist.run.this_node import is_alive, node_name, status_field
 
 
 @pytest.fixture(params=[r"\377\376", r"\013State:\tZ", r"a) Z 1", r"\302\205State:\tZ"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.planning.budget import make_budget
+from electra_dist.planning.training_days import make_budget
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
