@@ -63,18 +63,18 @@ class Console:
         """Print the line of a logged step, write it to log.txt, and move the progress bar to that step."""
         if self._num_lines == 0:
             for text in LEGEND:
-                self._print(text)
+                self.note(text)
         if self._num_lines % LINES_PER_HEADER == 0:
-            self._print(format_header(self.total_steps))
+            self.note(format_header(self.total_steps))
         self._num_lines += 1
-        self._print(format_line(record, self.total_steps))
+        self.note(format_line(record, self.total_steps))
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, eta=f"eta {format_duration(record.eta_s)}")
 
     def evaluation(self, record: EvalRecord) -> None:
         """Print the lines of an evaluation on held-out rows, and write them to log.txt."""
         for text in format_evaluation(record, self.total_steps):
-            self._print(text)
+            self.note(text)
 
     def close(self) -> None:
         """Remove the progress bar and close log.txt. Calling it twice is fine."""
@@ -88,16 +88,12 @@ class Console:
 
         A line that a full disk refuses is lost, and the run goes on.
         """
-        self._print(printable(text))
-
-    def _print(self, text: str) -> None:
-        """Do what `note` says with a text that needs no escapes."""
-        self._write_to_log(text)
+        self._write_to_log(printable(text))
         with contextlib.suppress(OSError):
             if self._progress is not None:
                 self._progress.console.print(text, soft_wrap=True)
             else:
-                print(text, file=self._stream, flush=True)
+                print(printable(text), file=self._stream, flush=True)
 
     def _write_to_log(self, text: str) -> None:
         """Write a line to log.txt; if the disk has refused earlier lines, first write how many are missing."""

@@ -379,7 +379,7 @@ def test_the_card_counts_the_flops_of_the_steps_that_were_made(run: Path, tmp_pa
     """20 steps cost twice as much as 10."""
     flops = []
     for step in (10, 20):
-        card = model_card("discriminator", "run", export_run(run, tmp_path, step), records=[], versions={})
+        card = model_card("discriminator", "run", export_run(run, tmp_path, step), [], {}, "unknown")
         [figure] = re.findall(r"\| training FLOPs \| ([\d.e+]+),", card)
         flops.append(float(figure))
         assert f"{step} of 20, 16 rows each" in card

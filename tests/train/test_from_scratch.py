@@ -82,7 +82,8 @@ def test_a_checkpoint_target_that_cannot_be_written_leaves_no_run_folder(
 def test_a_warm_up_longer_than_the_run_is_refused_and_a_run_that_began_with_it_goes_on(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pretrain, "_pretrain", lambda *arguments: 0)
+    monkeypatch.setattr("electra_dist.train.run.run", lambda *arguments: 0)
+    monkeypatch.setattr(pretrain, "_write_report", lambda run_dir: None)
     command = ["--config", str(tiny_config(**{"optimizer.warmup_steps": 30}))]
     for options in ([], ["--dry-run"]):
         assert pretrain.main([*command, *options]) == 78
