@@ -17,20 +17,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from electra_dist.config import Config, DataConfig
 from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, place_of, read_manifest
+from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience
-
-if TYPE_CHECKING:
-    from electra_dist.data.order import RowOrder
 
 
 class StoredShard(NamedTuple):
@@ -153,8 +151,6 @@ class Corpora:
 
         A step uses `global_batch` rows, so the phase from step t on begins at position t * global_batch of the order.
         """
-        from electra_dist.data.order import CorpusOrder, RowOrder  # They import torch.
-
         orders = [
             CorpusOrder([shard.rows for shard in phase.manifest.shards], seed, window_shards) for phase in self.phases
         ]

@@ -51,11 +51,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.encoder import Embeddings, Encoder, SharedEmbeddings
@@ -165,14 +167,26 @@ class ElectraTowers(nn.Module):
         return own_table
 
 
+class WithoutInitialValues(TorchFunctionMode):
+    """Mode of torch in which new modules draw no initial values, which would import torch's compiler on "meta"."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)
+
+
 def build_towers(model: ModelConfig, seed: int, objective: ObjectiveConfig | None = None) -> ElectraTowers:
     """Build the networks that an objective trains, with embeddings and heads and initial weights, in fp32 on the host.
 
     The weights are a function of `seed` and the parameters' names and shapes. `objective` None stands for
     replaced-token detection.
     """
-    # Parameters on the device "meta" have no memory, so torch's own initialisation of them costs nothing.
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutInitialValues():
         towers = ElectraTowers(model, objective)
     towers.to_empty(device="cpu")
     init_towers(towers, model, seed)

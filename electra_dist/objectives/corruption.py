@@ -35,7 +35,7 @@ from torch import nn
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.model.heads import token_entropies
-from electra_dist.model.towers import PARTS, ElectraTowers
+from electra_dist.model.towers import PARTS, ElectraTowers, WithoutInitialValues
 from electra_dist.objectives.base import GENERATOR, Batch, Objective, mlm_sums
 from electra_dist.objectives.masking import Masking
 
@@ -50,8 +50,7 @@ class FrozenGenerator(nn.Module):
         super().__init__()
         width = model.generator_embedding_width
         parts = PARTS[model.architecture]
-        # On the device "meta" torch's own initialisation costs nothing.
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutInitialValues():
             self.embeddings = parts.embeddings(model, width)
             self.generator = parts.encoder(model, model.generator, width)
             self.generator_head = parts.token_head(model, model.generator.hidden_size, width)

@@ -33,10 +33,9 @@ from electra_dist.escapes import printable
 from electra_dist.hub import shown_name
 from electra_dist.model.attention import derive, new_attention_mask
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.model.towers import PARTS, build_towers
+from electra_dist.model.towers import PARTS, WithoutInitialValues, build_towers
 from electra_dist.pretrained.hf import State, TowerName, family_of, standalone, submodules
 from electra_dist.pretrained.hf_folders import (
-    WithoutInitialValues,
     convert_weights,
     read_hugging_face_model_config,
     read_pretraining_record,

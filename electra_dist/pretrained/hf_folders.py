@@ -28,13 +28,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from electra_dist.config import ModelConfig
 from electra_dist.config.rules import check_model
 from electra_dist.errors import StoreError, UserError
-from electra_dist.model.towers import PARTS
+from electra_dist.model.towers import PARTS, WithoutInitialValues
 from electra_dist.pretrained.hf import (
     ELECTRA,
     MODERNBERT,
@@ -278,19 +276,6 @@ def convert_weights(folder: Path, weights: State, model: ModelConfig, tower: Tow
         raise UserError(f"{folder}: the weights have shapes that do not fit together; {_AGAIN}") from None
     _check_shapes(folder, state, model, tower)
     return state
-
-
-class WithoutInitialValues(TorchFunctionMode):
-    """Mode of torch in which new modules draw no initial values, which would import torch's compiler on "meta"."""
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return named["tensor"] if "tensor" in named else args[0]
-        return func(*args, **named)
 
 
 def _check_shapes(folder: Path, state: State, model: ModelConfig, tower: TowerName) -> None:

@@ -13,6 +13,7 @@ split into rectangles that several threads fill, by the C library (`native/cpu_l
 core) or, where that was not built, by NumPy (10 ns).
 
 Limits: dropout inside torch's attention on a GPU takes only its seed from this module (`derive_seed`), not its bits.
+Only functions that make tensors import torch, because commands and workers that build or check corpora do without it.
 
 Arguments of all functions: the seed is that of the run or one that `derive_seed` returned, 64 bits. The step is the
 global step, in [0, 2**32). Rows are int64 [R], numbers within the global batch (never within the rank), in [0, 2**32).
@@ -24,12 +25,14 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from electra_kernels.native import cpu_library
+
+if TYPE_CHECKING:
+    import torch
 
 # Constants of Philox4x32.
 _MULTIPLIER0 = 0xD2511F53
@@ -104,6 +107,8 @@ def bits_grid(
     The bits are a function of seed, purpose, step, row number and position. `rows` are the R row numbers within the
     global batch. Positions are counted from `first_position`, a multiple of 4.
     """
+    import torch
+
     assert first_position % 4 == 0, f"the first position is {first_position}: pass a multiple of 4"
     num_rows = rows.numel()
     num_blocks = (num_positions + 3) // 4
@@ -111,7 +116,8 @@ def bits_grid(
     if rows.device.type == "cpu":
         grid = np.empty((num_rows, num_blocks * 4), np.int64)
         fill = _fill_bits if cpu_library.fill_bits is None else cpu_library.fill_bits
-        _fill_in_slices(grid, fill, seed, purpose, step, rows.contiguous().numpy(), first_block)
+        rows_array = rows.contiguous().numpy()
+        _fill_in_slices(grid, fill, seed, purpose, step, rows_array, first_block, torch.get_num_threads())
         return torch.from_numpy(grid[:, :num_positions])
     blocks = torch.arange(first_block, first_block + num_blocks, device=rows.device)
     # All four words are tensors: the product of a plain integer word would overflow torch's int64 scalar conversion.
@@ -133,6 +139,8 @@ def keep_grid(
     A factor is 0 with probability `drop`, in [0, 1): where the bits that `bits_grid` returns for the same arguments
     are below drop * 2**32. All others are 1 / (1 - drop). `num_positions` and `first_position` are multiples of 4.
     """
+    import torch
+
     assert num_positions % 4 == 0, f"the number of positions is {num_positions}: pass a multiple of 4"
     threshold = drop_threshold(drop)
     scale = 1.0 / (1.0 - drop)
@@ -140,7 +148,8 @@ def keep_grid(
         # The C function compares and scales while it draws, without an array of bits.
         factors = np.empty((rows.numel(), num_positions), np.float32)
         fill = functools.partial(cpu_library.fill_kept, threshold=threshold, scale=scale)
-        _fill_in_slices(factors, fill, seed, purpose, step, rows.contiguous().numpy(), first_position // 4)
+        rows_array = rows.contiguous().numpy()
+        _fill_in_slices(factors, fill, seed, purpose, step, rows_array, first_position // 4, torch.get_num_threads())
         return torch.from_numpy(factors)
     bits = bits_grid(seed, purpose, step, rows, num_positions, first_position)
     is_kept = bits >= threshold
@@ -159,11 +168,15 @@ def device_keys(seed: int, step: int, device: torch.device, num_layers: int = 1)
 
 @functools.lru_cache(maxsize=256)
 def _numbered_seed(seed: int, device: torch.device, num_layers: int) -> torch.Tensor:
+    import torch
+
     return torch.tensor([[seed, 0, layer, 0] for layer in range(num_layers)], device=device)
 
 
 @functools.lru_cache(maxsize=4)
 def _step_in_row(step: int, device: torch.device) -> torch.Tensor:
+    import torch
+
     return copy_to_device(torch.tensor([0, step, 0, 0]), device)
 
 
@@ -183,9 +196,16 @@ def drop_threshold(probability: float) -> int:
 
 
 def _fill_in_slices(
-    grid: np.ndarray, fill: Fill, seed: int, purpose: Purpose, step: int, rows: np.ndarray, first_block: int
+    grid: np.ndarray,
+    fill: Fill,
+    seed: int,
+    purpose: Purpose,
+    step: int,
+    rows: np.ndarray,
+    first_block: int,
+    num_threads: int,
 ) -> None:
-    """Fill a grid with keyed random numbers by calls of `fill` on rectangles of it, in as many threads as torch uses.
+    """Fill a grid with keyed random numbers by calls of `fill` on rectangles of it, in up to `num_threads` threads.
 
     The grid is [R, 4 * blocks], and `first_block` is its first position divided by 4. The values do not depend on the
     rectangles. Threads run in parallel because `fill` releases the interpreter lock.
@@ -203,7 +223,7 @@ def _fill_in_slices(
         position_slice = slice(4 * block, 4 * (block + blocks_per_slice))
         fill(grid[row_slice, position_slice], seed, purpose, step, rows[row_slice], first_block + block)
 
-    cpu_library.share(fill_slice, list(itertools.product(first_rows, first_blocks)))
+    cpu_library.share(fill_slice, list(itertools.product(first_rows, first_blocks)), num_threads)
 
 
 def _fill_bits(grid: np.ndarray, seed: int, purpose: int, step: int, rows: np.ndarray, first_block: int) -> None:

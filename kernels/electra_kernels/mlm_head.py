@@ -175,18 +175,16 @@ def row_pass_reference(
     is_fp32 = logits_MV.dtype == weight_M.dtype == torch.float32
     if cpu_library.row_pass is None or not on_cpu or not is_fp32:
         return _row_pass_torch(logits_MV, bias_V, target_M, weight_M, row_M, options)
+    arrays = (tensor.detach().numpy() for tensor in (logits_MV, bias_V.float(), target_M, weight_M, row_M))
     loss_M, best_M, sampled_M = cpu_library.row_pass(
-        logits_MV,
-        bias_V,
-        target_M,
-        weight_M,
-        row_M,
+        *arrays,
         key=(options.seed, int(Purpose.SAMPLE), options.step),
-        temperature=options.temperature,
+        temperature=float(options.temperature),
         disallow_correct=options.disallow_correct,
         with_gradient=options.with_gradient,
+        num_threads=torch.get_num_threads(),
     )
-    return RowStats(loss_M, best_M, sampled_M)
+    return RowStats(torch.from_numpy(loss_M), torch.from_numpy(best_M), torch.from_numpy(sampled_M))
 
 
 def _row_pass_torch(

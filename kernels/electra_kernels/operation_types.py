@@ -6,9 +6,10 @@ They are in a file of their own so that both sides can import them: a kernel's f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class SpecialIds(NamedTuple):

@@ -33,6 +33,7 @@ from electra_dist.corpus.origins import (
 )
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import MANIFEST_KEY, heldout_of, read_corpus_vocabulary, read_manifest
+from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import UserError
 from electra_dist.store.open_store import open_store
 from electra_dist.tokenizer import new_tokenizer
@@ -98,8 +99,6 @@ class RowSearch:
         Each text is given by its forms, from `tokens_of_texts`. A row matches if it matches one form. A form with
         fewer than `least` tokens must occur in the row as a whole.
         """
-        from electra_dist.data.shard_cache import rows_of_shards  # It imports torch, which takes seconds.
-
         special_ids = [self._corpora.tokenizer.special[token] for token in ("[CLS]", "[SEP]", "[PAD]")]
         runs = TokenRuns(texts, least, special_ids)
         places: list[list[tuple[int, int, int]]] = [[] for _ in texts]  # (shard, row, longest run of tokens)

@@ -7,7 +7,8 @@ Guarantee: permutations, bits and checksums are equal to those that `data/order.
 library exists where the package was built with a C compiler. Where it is missing, `fill_bits`, `fill_kept`, `permute`,
 `row_checksums`, `gather_rows` and `row_pass` are None, and callers use NumPy or torch.
 
-How: a call releases the interpreter lock; `share` spreads calls over as many threads as torch uses.
+How: a call releases the interpreter lock; `share` spreads calls over threads. Arguments and results are arrays of
+NumPy, because commands and workers that build or check corpora do not import torch.
 
 Cost on one core: about 1 ns for a 32-bit number (NumPy 10), 0.1 to 0.2 us to permute one number for the order of rows
 (NumPy 2), 5 ns for a logit (torch 50).
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 # Argument types of the C functions.
 _WORD = ctypes.c_uint64
@@ -43,13 +43,13 @@ _OUTSIDE = -2
 _Item = TypeVar("_Item")
 
 
-def share(work: Callable[[_Item], object], items: Sequence[_Item]) -> None:
-    """Call `work` on each item, in as many threads as torch uses, and return when all calls are over.
+def share(work: Callable[[_Item], object], items: Sequence[_Item], num_threads: int) -> None:
+    """Call `work` on each item, in up to `num_threads` threads, and return when all calls are over.
 
     Threads run in parallel only while `work` releases the interpreter lock. If calls fail, the exception of the first
     failed item, in the order of `items`, is raised. With one item or one thread, the calling thread makes all calls.
     """
-    num_threads = min(torch.get_num_threads(), len(items))
+    num_threads = min(num_threads, len(items))
     if num_threads <= 1:
         for item in items:
             work(item)
@@ -236,16 +236,17 @@ def _gather_rows(
 
 
 def _row_pass(
-    logits_MV: torch.Tensor,
-    bias_V: torch.Tensor,
-    target_M: torch.Tensor,
-    weight_M: torch.Tensor,
-    row_M: torch.Tensor,
+    logits_MV: np.ndarray,
+    bias_V: np.ndarray,
+    target_M: np.ndarray,
+    weight_M: np.ndarray,
+    row_M: np.ndarray,
     key: tuple[int, int, int],
-    temperature: float | torch.Tensor,
+    temperature: float,
     disallow_correct: bool,
     with_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_threads: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Run `mlm_head.row_pass_reference` in C; return each row's unweighted loss, most likely token and drawn token.
 
     `key` is seed, purpose and step of the sampling noise. The computation is in fp32; columns of the logits are
@@ -253,17 +254,18 @@ def _row_pass(
     """
     library = _library
     assert library is not None
-    assert logits_MV.dtype == weight_M.dtype == torch.float32
-    assert logits_MV.stride(1) == 1
+    assert logits_MV.dtype == weight_M.dtype == np.float32
+    assert target_M.dtype == row_M.dtype == np.int64
+    assert logits_MV.strides[1] == logits_MV.itemsize
     seed, purpose, step = key
-    inverse_temperature = 1.0 / float(temperature)
-    bias_V = bias_V.float().contiguous()
-    row_M = row_M.contiguous()
-    target_M = target_M.contiguous()
-    weight_M = weight_M.contiguous()
-    loss_M = torch.empty_like(weight_M)
-    best_M = torch.empty_like(target_M)
-    sampled_M = torch.empty_like(target_M)
+    inverse_temperature = 1.0 / temperature
+    bias_V = np.ascontiguousarray(bias_V, np.float32)
+    row_M = np.ascontiguousarray(row_M)
+    target_M = np.ascontiguousarray(target_M)
+    weight_M = np.ascontiguousarray(weight_M)
+    loss_M = np.empty_like(weight_M)
+    best_M = np.empty_like(target_M)
+    sampled_M = np.empty_like(target_M)
 
     def run_rows_from(begin: int) -> None:
         block = slice(begin, begin + _ROWS_AT_A_TIME)
@@ -272,23 +274,23 @@ def _row_pass(
             seed,
             purpose,
             step,
-            row_M[block].data_ptr(),
+            row_M[block].ctypes.data,
             len(logits),
-            logits.data_ptr(),
-            logits.stride(0),
+            logits.ctypes.data,
+            logits.strides[0] // logits.itemsize,
             len(bias_V),
-            bias_V.data_ptr(),
-            target_M[block].data_ptr(),
-            weight_M[block].data_ptr(),
+            bias_V.ctypes.data,
+            target_M[block].ctypes.data,
+            weight_M[block].ctypes.data,
             inverse_temperature,
             disallow_correct,
             with_gradient,
-            loss_M[block].data_ptr(),
-            best_M[block].data_ptr(),
-            sampled_M[block].data_ptr(),
+            loss_M[block].ctypes.data,
+            best_M[block].ctypes.data,
+            sampled_M[block].ctypes.data,
         )
 
-    share(run_rows_from, range(0, len(logits_MV), _ROWS_AT_A_TIME))
+    share(run_rows_from, range(0, len(logits_MV), _ROWS_AT_A_TIME), num_threads)
     return loss_M, best_M, sampled_M
 
 
@@ -298,4 +300,4 @@ fill_kept: Callable[..., None] | None = _fill_kept if _library else None
 permute: Callable[..., np.ndarray] | None = _permute if _library else None
 row_checksums: Callable[..., np.ndarray] | None = _row_checksums if _library else None
 gather_rows: Callable[..., int | None] | None = _gather_rows if _library else None
-row_pass: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = _row_pass if _library else None
+row_pass: Callable[..., tuple[np.ndarray, np.ndarray, np.ndarray]] | None = _row_pass if _library else None

@@ -24,7 +24,9 @@ from electra_launcher.cli.main import COMMANDS, _CorpusCommands, app
 from electra_launcher.slurm import submit as slurm_submit
 from electra_launcher.slurm.batch_script import JobOptions
 from electra_launcher.supervise.supervisor import lock_node
+from support.corpus_texts import BUILD_CONFIG, make_prose, make_vocabulary
 from support.hostile_text import HOSTILE, assert_shown
+from support.run_records import STEP
 from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -35,6 +37,7 @@ from electra_dist.data.manifest import read_manifest
 from electra_dist.errors import EXIT_STOPPED, UserError, error_line
 from electra_dist.run.lease import take_lease
 from electra_dist.run.ledger import Ledger
+from electra_dist.run.records import encode
 from electra_dist.store.local_store import LocalStore
 from electra_dist.version import VERSION
 
@@ -153,6 +156,37 @@ for mistake in {MISTAKES!r}.replace(chr(10), ";").split(";"):
     assert "HEAVY" not in done.stdout, done.stdout[-2000:]
     assert "ACCEPTED" not in done.stdout, done.stdout
     assert done.stdout.count("REFUSED") == len(re.findall(r"[^;\n]+", MISTAKES)), done.stdout + done.stderr
+
+
+# Commands that compute with no tensor. The run reads the corpus, and has logged one step.
+WITHOUT_TENSORS = """
+corpus vocab --input texts --output v.txt --size 300
+corpus build --input texts --output corpus --vocab vocab.txt --config run/config.yaml
+corpus info corpus; corpus stats corpus; corpus find corpus the; corpus find corpus the --run run
+config run/config.yaml; plan run/config.yaml; status run; why run; report run; verify run
+"""
+
+
+@pytest.mark.real_start
+def test_commands_that_compute_with_no_tensor_do_not_import_torch(tmp_path: Path) -> None:
+    """All work in one process, so the first one that imports torch, which takes more than a second, names itself."""
+    vocabulary = make_vocabulary()
+    (tmp_path / "vocab.txt").write_text(vocabulary.text)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "prose.txt").write_text("\n\n".join(make_prose(60, seed=3)))
+    (tmp_path / "run").mkdir()
+    config = BUILD_CONFIG.format(vocab_size=vocabulary.size).replace("unused, seq", "corpus, seq")
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("unused", "run"))
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(encode(STEP))
+    program = f"""
+import shlex, sys
+from electra_launcher.cli.main import app
+for command in {WITHOUT_TENSORS!r}.strip().replace(chr(10), ";").split(";"):
+    app(shlex.split(command), standalone_mode=False)
+    assert "torch" not in sys.modules, command
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("arguments", [[name] for name in COMMANDS] + [["checkpoint", "diff"]])
