@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from electra_dist.config import ModelConfig
 from electra_dist.model.towers import build_towers
+from electra_dist.objectives.corruption import FrozenGenerator
 
 
 def built(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
@@ -48,3 +51,25 @@ def test_distributions(make_config: Callable[..., Any]) -> None:
     assert values.std().item() == pytest.approx(0.02 * 0.8796, rel=0.005)
     assert (values.abs() < 0.02).double().mean().item() == pytest.approx(0.6827 / 0.9545, abs=0.005)
     assert abs(values.mean().item()) < 2e-4
+
+
+class OperationsOnMeta(TorchDispatchMode):
+    """Records the operations whose first argument is on the device "meta"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type == "meta":
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_drawn_before_the_initial_weights(make_config: Callable[..., Any]) -> None:
+    """To draw on "meta", which gives nothing, torch imports its compiler, which takes most of a second."""
+    with OperationsOnMeta() as operations:
+        build_towers(make_config(32, 64, 16), 7)
+        FrozenGenerator(make_config(32, 64, 16))
+    assert operations.names and not operations.names & {"normal_", "uniform_"}
