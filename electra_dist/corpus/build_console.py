@@ -193,17 +193,20 @@ def length_line(report: BuildReport) -> str:
     """Return a line that describes how long documents are, such as "50 % have fewer than 512 tokens".
 
     The line gives such a limit for 10, 50 and 90 % of the documents. Each limit is a power of two, because the report
-    counts documents in bins between powers of two.
+    counts documents in bins between powers of two. Where all three are equal, the line names that bin alone.
     """
-    limits = []
+    limits: dict[float, int] = {}
     for share in (0.1, 0.5, 0.9):
         num_documents = 0
         for power, count in report.document_lengths.items():
             num_documents += count
             if num_documents >= share * report.text.documents:
-                limits.append(f"{100 * share:.0f} % have fewer than {2 * int(power):,} tokens")
+                limits[share] = 2 * int(power)
                 break
-    return f"documents by length: {', '.join(limits)}"
+    if len(set(limits.values())) == 1:
+        return f"documents by length: most have {limits[0.5] // 2:,} to {limits[0.5] - 1:,} tokens"
+    parts = [f"{100 * share:.0f} % have fewer than {limit:,} tokens" for share, limit in limits.items()]
+    return f"documents by length: {', '.join(parts)}"
 
 
 def remarks(report: BuildReport) -> list[str]:

@@ -42,6 +42,8 @@ _NUM_CODE_POINTS = 0x110000
 TokenizerKind = Literal["wordpiece", "bpe"]
 _NUM_BYTES = 256
 _KEY_BITS = 64
+_MANY_MARKS = 0.02  # share of the characters from which their loss by lower-casing is named
+_MANY_ACCENTED_WORDS = 0.01  # share of the words from which the loss of their accents is named
 
 
 def train_vocabulary(
@@ -155,6 +157,7 @@ class TextFit(NamedTuple):
     unknown: int  # of the tokens, [UNK]
     letters: int  # characters that are no white space
     marks: int  # of the letters, marks such as vowel signs, which belong to no single character of Unicode
+    accented: int  # of the words, those with an accent or another mark
 
     @property
     def remark(self) -> str:
@@ -164,28 +167,41 @@ class TextFit(NamedTuple):
         )
 
     @property
-    def lost_by_lowercase(self) -> float:
-        """Return the share of letters that are vowel signs or the like; BERT's lower-casing strips them from words."""
-        return self.marks / max(1, self.letters)
+    def lost_by_lowercase(self) -> str:
+        """Return what BERT's lower-casing strips from the text, as a phrase for the user; "" if it is little."""
+        share_of_marks = self.marks / max(1, self.letters)
+        share_of_words = self.accented / max(1, self.words)
+        if share_of_marks >= _MANY_MARKS:
+            return f"{share_of_marks:.0%} of the characters, such as vowel signs"
+        if share_of_words >= _MANY_ACCENTED_WORDS:
+            return f"the accents and other marks of {share_of_words:.0%} of the words"
+        return ""
 
 
 def measure_fit(vocabulary: Vocabulary, lowercase: bool, texts: Iterable[str]) -> TextFit:
     """Count into how many tokens a vocabulary divides the beginning of some texts, about 200,000 characters."""
     tokenizer = new_tokenizer(vocabulary, lowercase)
     unknown_id = vocabulary.special["[UNK]"]
-    words = tokens = unknown = letters = marks = 0
+    num_words = tokens = unknown = letters = marks = accented = 0
     for text in texts:
         text = text[: _MEASURED_CHARS - letters]
         ids_of_lines = tokenizer.encode(tokenizer.split_lines(text))
         ids = list(itertools.chain.from_iterable(ids_of_lines))
-        words += len(text.split())
+        words = text.split()
+        num_words += len(words)
         tokens += len(ids)
         unknown += ids.count(unknown_id)
         letters += sum(not letter.isspace() for letter in text)
-        marks += sum(unicodedata.category(letter) == "Mn" for letter in unicodedata.normalize("NFC", text))
+        marks += _num_marks(unicodedata.normalize("NFC", text))
+        accented += sum(not word.isascii() and _num_marks(unicodedata.normalize("NFD", word)) > 0 for word in words)
         if letters >= _MEASURED_CHARS * 0.9:
             break
-    return TextFit(words, tokens, unknown, letters, marks)
+    return TextFit(num_words, tokens, unknown, letters, marks, accented)
+
+
+def _num_marks(text: str) -> int:
+    """Count the characters of a text that BERT's lower-casing strips, which come after the letter they belong to."""
+    return sum(unicodedata.category(char) == "Mn" for char in text)
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Vocabulary:

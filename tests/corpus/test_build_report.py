@@ -273,6 +273,15 @@ def test_the_lengths_of_documents_are_summed_up_by_powers_of_two(
     )
 
 
+def test_documents_of_about_the_same_length_are_described_by_one_phrase(
+    build_request: RequestFactory, jsonl_file: Callable[..., Path]
+) -> None:
+    report = build_corpus(build_request(jsonl_file(["that " * number for number in (8, 10, 12, 15)]))).report
+
+    assert report is not None
+    assert length_line(report) == "documents by length: most have 8 to 15 tokens"
+
+
 def test_a_damaged_report_is_an_error_of_one_line(tmp_path: Path) -> None:
     (tmp_path / "build.json").write_text('{"format": 1}')
 

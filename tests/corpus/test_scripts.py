@@ -125,7 +125,13 @@ def test_a_corpus_has_the_tokens_of_transformers_and_an_export_the_tokenizer(
     num_words = sum(len(text.split()) for text in texts)
     (line,) = re.findall(r"text: ([\d.]+) pieces per word, ([\d.]+)% \[UNK\]", said)
     assert line == (f"{tokens / num_words:.2f}", f"{100 * unknown / tokens:.2f}")
-    assert ("lower-casing removes" in said) == (option == "" and script in ("devanagari", "thai", "arabic"))
+    losses = re.findall(r"lower-casing removes (?:the )?(accents|\d+% of the characters)", said)
+    has_marks = script in ("devanagari", "thai", "arabic")
+    has_accents = script in ("accents", "finnish", "cyrillic")
+    assert [loss == "accents" for loss in losses] == (
+        [has_accents] if option == "" and has_marks | has_accents else []
+    )
+    assert ("is a tokenizer.json" in said and "--set corpus.tokenizer=bpe" in said) == is_json
 
     tower = {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "intermediate_size": 16}
     model = ModelConfig.model_validate(
@@ -145,6 +151,25 @@ def test_a_corpus_has_the_tokens_of_transformers_and_an_export_the_tokenizer(
             tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
             assert tokenizer_config["do_lower_case"] is rules["do_lower_case"]
         assert read_hugging_face_vocabulary(folder)[0].tokens == vocabulary.tokens
+
+
+def test_accents_are_named_from_one_word_in_a_hundred_by_vocab_and_by_a_build_that_trains(tmp_path: Path) -> None:
+    words = ["the dog saw a small bird by the river"] * 30
+    file = tmp_path / "a.jsonl"
+    write_tiny_config(
+        tmp_path / "c.yaml", tmp_path / "run", "c", **{"corpus.heldout_fraction": 0.0, "model.vocab_size": 100}
+    )
+    build = ("corpus", "build", "--input", file, "--config", tmp_path / "c.yaml", "--output")
+    vocab = ("corpus", "vocab", "--input", file, "--size", 100, "--output", tmp_path / "vocab.txt")
+
+    for number, is_named in ((2, False), (6, True)):
+        texts = [*words, *["für"] * number]  # of 270 words
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        said = f"lower-casing removes the accents and other marks of {number / (270 + number):.0%} of the words"
+        assert (said in run(*vocab)) == is_named
+        built = " ".join(run(*build, tmp_path / f"corpus-{number}").split())
+        assert (said in built) == is_named
+    assert said not in run(*build, tmp_path / "cased", "--set", "corpus.lowercase=false")
 
 
 def test_characters_of_chinese_text_are_kept_until_they_cover_it() -> None:

@@ -108,16 +108,40 @@ class LazyGroup(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """Command that refuses an option with a single value that is given twice; only the last one would count."""
+    """Command that refuses an option with a single value that is given twice; only the last one would count.
+
+    An unknown option with the name of a setting is refused with the way to give settings: --set.
+    """
 
     @override
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        try:
+            given: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        except Exception as caught:
+            error: Any = caught
+            if type(error).__name__ == "NoSuchOption":  # a class that typer does not export
+                self._name_setting(error)
+            raise
         for option in given:
             takes_one_value = option.param_type_name == "option" and not (option.multiple or option.is_flag)
             if takes_one_value and given.count(option) > 1 and not ctx.resilient_parsing:
                 raise typer.BadParameter("given more than once, but it takes one value", ctx=ctx, param=option)
         return super().parse_args(ctx, args)
+
+    def _name_setting(self, error: Any) -> None:
+        """Add to the error about an unknown option, such as --epochs, the setting of this name; if there is one."""
+        from electra_dist.config import Config
+        from electra_dist.config.keys import fields, nearest_key
+        from electra_dist.finetune.finetune_config import FinetuneConfig
+
+        if not any("--set" in parameter.opts for parameter in self.params):
+            return
+        name = error.option_name.lstrip("-").replace("-", "_")
+        settings = fields(FinetuneConfig if self.name == "finetune" else Config)
+        key = name if name in settings or error.possibilities else nearest_key("", name, settings)
+        if key in settings:
+            error.message += f"; a setting is given by --set {key}=VALUE"
+            error.possibilities = None
 
 
 def _import_command(name: str, module: str, attribute: str) -> Any:

@@ -269,6 +269,8 @@ def score(
 ) -> None:
     """Print how plausible a pretrained model finds each text of a file, as SCORE, a tab, and the text.
 
+    Higher is more plausible. A longer text has a lower score: compare texts of about the same length.
+
     The score is a sum of log-probabilities over the tokens: that each token is the original one (a discriminator), or
     of each token given all others (a masked language model; Electric, up to a constant for each token). Scores of
     different models are not comparable. --tokens prints the probability that a token was replaced or, for models that
@@ -287,9 +289,12 @@ def score(
         if not rerank:
             for line, text_score in zip(lines, scores, strict=True):
                 _print_score(line, text_score, tokens, as_json)
-            return
-        scores_of_lines = list(scores)
-    _print_ranked(lines, scores_of_lines, tokens, as_json)
+        else:
+            scores_of_lines = list(scores)
+    if rerank:
+        _print_ranked(lines, scores_of_lines, tokens, as_json)
+    if not as_json:
+        print("higher is more plausible; a longer text has a lower score", file=sys.stderr)
 
 
 def _read_texts(texts: str) -> bytes:

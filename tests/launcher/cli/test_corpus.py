@@ -129,6 +129,28 @@ def test_an_option_of_one_value_that_is_given_twice_is_refused(command: str, opt
     assert option in result.output and "given more than once" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        (
+            "finetune --model m --data d --epochs 2",
+            "No such option: --epochs; a setting is given by --set epochs=VALUE",
+        ),
+        ("finetune --model m --data d --learning-rate=3e-4", "a setting is given by --set lr=VALUE"),
+        ("train run --train.num_steps 9", "a setting is given by --set train.num_steps=VALUE"),
+        ("corpus build --seq-len 9", "a setting is given by --set data.seq_len=VALUE"),
+        ("status run --epochs 2", "No such option: --epochs"),
+        ("finetune --model m --dat d", "--data"),
+    ],
+)
+def test_an_unknown_option_with_the_name_of_a_setting_is_answered_with_set(command: str, answer: str) -> None:
+    result = CliRunner().invoke(whole_app, command.split(), env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    assert answer in result.output
+    assert ("a setting is given" in result.output) == ("a setting is given" in answer)
+
+
 def test_records_without_the_texts_field_are_followed_by_what_to_do(config: Path, tmp_path: Path) -> None:
     records = [{"text": "one two three"}] * 30 + [{"body": "four five six"}] * 30
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps(record) for record in records))

@@ -225,6 +225,15 @@ def test_a_run_folder_may_stand_for_its_corpus(corpus: Path, tmp_path: Path) -> 
     assert "page-4" in result.stdout
 
 
+def test_the_folder_of_a_corpus_or_run_is_no_text_to_find(corpus: Path, tmp_path: Path) -> None:
+    run = write_run(corpus, tmp_path / "run")
+
+    for words in ([corpus], [run], [corpus, run]):
+        error = run_find(*words).exception
+        assert isinstance(error, UserError)
+        assert f"TEXT is missing: {words[-1]} is the folder of a corpus or a run; give CORPUS" in str(error)
+
+
 def test_a_source_that_does_not_exist_is_answered_with_those_that_do(corpus: Path) -> None:
     result = run_find(corpus, "--source", "books")
     assert result.exit_code == 0

@@ -56,6 +56,15 @@ def test_each_text_is_printed_with_its_score(encoder: Pretrained, model_folder: 
     assert all(0.0 < float(value) < 1.0 for _, value in values)
 
 
+def test_what_a_score_means_is_said_beside_the_scores_and_not_in_json(model_folder: str) -> None:
+    scored = CliRunner().invoke(app, ["score", "--model", model_folder], input=INPUT)
+    in_json = CliRunner().invoke(app, ["score", "--model", model_folder, "--json"], input=INPUT)
+
+    assert "higher is more plausible; a longer text has a lower score" in scored.stderr
+    assert len(scored.stdout.splitlines()) == len(TEXTS)
+    assert "plausible" not in in_json.output
+
+
 def test_json_has_an_object_for_each_text_with_all_values(encoder: Pretrained, model_folder: str) -> None:
     records = [json.loads(line) for line in score("--model", model_folder, "--json")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -175,6 +176,14 @@ def _open(corpus: str | None, config: Config | None, endpoint_url: str | None) -
     return Corpora.of(store, read_manifest(store, "CORPUS"), corpus)
 
 
+def _is_corpus_or_run(word: str) -> bool:
+    """Tell whether a word of the command line is the folder of a corpus or a run, and so no text to find."""
+    from electra_dist.data.manifest import MANIFEST_KEY
+    from electra_dist.run.folder import is_run_folder
+
+    return os.path.isdir(word) and (is_run_folder(Path(word)) or Path(word, MANIFEST_KEY).exists())
+
+
 def _parse_request(
     words: list[str], query: Query, corpus: str | None, run: Path | None, *, has_files: bool
 ) -> Request:
@@ -189,6 +198,8 @@ def _parse_request(
     if not options:
         if not remaining:
             raise UserError(f"nothing to find; {_USAGE}")
+        if _is_corpus_or_run(remaining[-1]):
+            raise UserError(f"TEXT is missing: {remaining[-1]} is the folder of a corpus or a run; {_USAGE}")
         query = query._replace(text=remaining.pop())
     if remaining and corpus is None:
         corpus = remaining.pop(0)

@@ -20,13 +20,12 @@ if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answ
     from electra_dist.corpus.counts import Counts
     from electra_dist.corpus.inputs.find_inputs import InputFile
     from electra_dist.corpus.inputs.text_decoding import Undecodable
-    from electra_dist.corpus.vocabulary import TokenizerKind, VocabularySample
+    from electra_dist.corpus.vocabulary import TextFit, TokenizerKind, VocabularySample
     from electra_dist.tokenizer import Vocabulary
 
 SAMPLE_GB = 10.0  # default limit of the sample; two hours of training on one core
 _SAMPLE_SEED = 1  # a constant, so that equal inputs always give the same vocabulary
 _MOST_SOURCES = 20  # that are named with the pieces per word
-_MANY_MARKS = 0.02  # share of the characters from which their loss is named
 _ASSUMED_COMPRESSION = 10  # of inputs; those whose files take at most a tenth of the limit are read as a whole
 
 
@@ -38,7 +37,9 @@ def train_vocab(
     keep_accents: Annotated[
         bool,
         typer.Option(
-            "--keep-accents", help="lower-case text and keep accents and vowel signs; writes a tokenizer.json"
+            "--keep-accents",
+            help="lower-case text and keep accents and vowel signs; writes a tokenizer.json, for `corpus build --set "
+            "corpus.tokenizer=bpe`",
         ),
     ] = False,
     tokenizer: Annotated[
@@ -67,6 +68,11 @@ def train_vocab(
     out_lines.print(f"{output}: {vocabulary.size} entries, sha256 {vocabulary.sha256}", soft_wrap=True)
     for remark in training.remarks(files, vocabulary, not cased):
         out_lines.print(remark, soft_wrap=True)
+    if vocabulary.kind == "bpe":
+        out_lines.print(
+            f"{output} is a tokenizer.json: `corpus build --vocab {output}` needs --set corpus.tokenizer=bpe",
+            soft_wrap=True,
+        )
 
 
 def find_vocabulary(
@@ -93,7 +99,10 @@ def find_vocabulary(
     console.print(f"training a vocabulary of {settings.model.vocab_size} entries")
     corpus = settings.corpus
     training = _Training(text_field, corpus.undecodable, settings.data.endpoint_url, SAMPLE_GB, console)
-    return training.train(files, settings.model.vocab_size, corpus.lowercase, wanted_kind)
+    vocabulary = training.train(files, settings.model.vocab_size, corpus.lowercase, wanted_kind)
+    for line in training.losses(files, vocabulary, corpus.lowercase):
+        console.print(line, soft_wrap=True)
+    return vocabulary
 
 
 def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -> None:
@@ -105,6 +114,18 @@ def _check_kind(vocabulary: Vocabulary, wanted_kind: TokenizerKind, name: str) -
         f"{name}: is {description}, but corpus.tokenizer is {wanted_kind}; set corpus.tokenizer: {vocabulary.kind}, "
         f"or give another --vocab"
     )
+
+
+def _lines_on_losses(fits: dict[str, TextFit], vocabulary: Vocabulary, lowercase: bool) -> list[str]:
+    """Return a line for each source from which lower-casing removes many accents or vowel signs."""
+    if not lowercase or vocabulary.kind == "bpe":
+        return []
+    return [
+        f"{source}: lower-casing removes {fit.lost_by_lowercase}; to keep them, use `corpus vocab --keep-accents` "
+        f"and set corpus.tokenizer: bpe for the build, or --cased and corpus.lowercase: false"
+        for source, fit in fits.items()
+        if fit.lost_by_lowercase
+    ]
 
 
 class _NoText(UserError):
@@ -153,32 +174,39 @@ class _Training:
 
         Sources with most [UNK] come first.
         """
-        from electra_dist.corpus.vocabulary import TextFit, measure_fit
+        lines = [] if self._counts is None else self._counts.remarks_on_documents()
+        fits, sources_without_text = self._measure(files, vocabulary, lowercase)
+        lines += sources_without_text
+        ordered = sorted(fits.items(), key=lambda item: -item[1].unknown / max(1, item[1].tokens))
+        lines += [f"{source}: {fit.remark}" for source, fit in ordered]
+        num_sources = len({file.source for file in files})
+        if num_sources > _MOST_SOURCES:
+            lines.append(f"and {num_sources - _MOST_SOURCES:,} more sources")
+        return lines + _lines_on_losses(fits, vocabulary, lowercase)
+
+    def losses(self, files: list[InputFile], vocabulary: Vocabulary, lowercase: bool) -> list[str]:
+        """Return a line for each source from which lower-casing removes many accents or vowel signs."""
+        fits, _ = self._measure(files, vocabulary, lowercase)
+        return _lines_on_losses(fits, vocabulary, lowercase)
+
+    def _measure(
+        self, files: list[InputFile], vocabulary: Vocabulary, lowercase: bool
+    ) -> tuple[dict[str, TextFit], list[str]]:
+        """Measure how the vocabulary divides each source's text; return that, and a line for each without a text."""
+        from electra_dist.corpus.vocabulary import measure_fit
 
         files_of: dict[str, list[InputFile]] = {}
         for file in files:
             files_of.setdefault(file.source, []).append(file)
         fits: dict[str, TextFit] = {}
-        lines = [] if self._counts is None else self._counts.remarks_on_documents()
+        without_text: list[str] = []
         for source, files_of_source in itertools.islice(files_of.items(), _MOST_SOURCES):
             texts = (text for _, _, text in self._texts(files_of_source))
             try:
                 fits[source] = measure_fit(vocabulary, lowercase, texts)
             except _NoText as error:
-                lines.append(f"{source}: {error}")
-        ordered = sorted(fits.items(), key=lambda item: -item[1].unknown / max(1, item[1].tokens))
-        lines += [f"{source}: {fit.remark}" for source, fit in ordered]
-        if len(files_of) > _MOST_SOURCES:
-            lines.append(f"and {len(files_of) - _MOST_SOURCES:,} more sources")
-        if lowercase and vocabulary.kind == "wordpiece":
-            lines += [
-                f"{source}: lower-casing removes {fit.lost_by_lowercase:.0%} of the characters, such as vowel signs; "
-                f"pass --keep-accents, and set corpus.tokenizer: bpe for the build, or --cased and corpus.lowercase: "
-                f"false"
-                for source, fit in fits.items()
-                if fit.lost_by_lowercase >= _MANY_MARKS
-            ]
-        return lines
+                without_text.append(f"{source}: {error}")
+        return fits, without_text
 
     def _take(self, sample: VocabularySample, files: list[InputFile]) -> None:
         """Fill `sample` with random documents of `files`; the progress bar shows how many MB are read."""
