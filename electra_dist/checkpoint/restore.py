@@ -140,7 +140,7 @@ def _set_aside(unusable: Checkpoint, fault: Exception, used: Checkpoint | None) 
             f"{shlex.quote(used.store.url)}` to restore the other copy"
         )
     used_step = 0 if used is None else used.step
-    line = f"{line}; step {used_step:,} is used instead, so {unusable.step - used_step:,} steps are repeated"
+    line = f"{line}; step {used_step:,} is used instead, which is {unusable.step - used_step:,} steps earlier"
     return line if is_discarded else f"{line}; check the disk or the storage service if this happens again"
 
 

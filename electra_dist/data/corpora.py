@@ -195,9 +195,10 @@ class Corpora:
                 continue
             missing = sorted({*names} - {*phase.store.list()})
             if missing:
+                since = f" from step {phase.from_step} on" if phase.from_step else ""
                 raise ManifestMismatch(
-                    f"{phase.store.url}: {len(missing)} of the {len(names)} shards that the run needs from step "
-                    f"{phase.from_step} on are missing, such as {missing[0]}; restore them from a copy, or delete "
+                    f"{phase.store.url}: {len(missing)} of the {len(names)} shards that the run reads{since} "
+                    f"are missing, such as {missing[0]}; restore them from a copy, or delete "
                     "this corpus and build it again (the same text and settings give the same rows)"
                 )
 

@@ -230,15 +230,12 @@ def read_corpus_vocabulary(store: Store, tokenizer: TokenizerEntry) -> Vocabular
     Raises ManifestMismatch if the SHA-256, the size or the ids of the special tokens differ from the entry.
     """
     url = f"{store.url}/{MANIFEST_KEY}"
-    vocabulary = read_named_vocabulary(
-        store,
-        tokenizer.vocab_file,
-        NamedDigest(
-            sha256=tokenizer.sha256,
-            named_by=url,
-            next_step="restore the file from a backup or from a run on this corpus (RUN/vocab.txt)",
-        ),
-    )
+    next_step = "restore the file from a backup or from a run on this corpus (RUN/vocab.txt)"
+    expected = NamedDigest(sha256=tokenizer.sha256, named_by=url, next_step=next_step)
+    try:
+        vocabulary = read_named_vocabulary(store, tokenizer.vocab_file, expected)
+    except StoreMissing:
+        raise StoreMissing(f"{store.url}/{tokenizer.vocab_file}: no such file; {next_step}") from None
     faults = []
     if tokenizer.vocab_size != vocabulary.size:
         faults.append(f"vocab_size is {tokenizer.vocab_size}, but {tokenizer.vocab_file} has {vocabulary.size} tokens")

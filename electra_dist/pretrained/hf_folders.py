@@ -375,7 +375,7 @@ def check_tokenizer_files(folder: Path) -> None:
         return
     for name, sha256 in record.tokenizer_sha256.items():
         file = folder / check_key(name)
-        with readable(file):
+        next_step = "restore the file, or export the model again"
+        with readable(file, next_step):
             data = read_regular(file)
-        named_by = str(folder / PRETRAINING_FILE)
-        check_digest(data, str(file), NamedDigest(sha256, named_by, "restore the file, or export the model again"))
+        check_digest(data, str(file), NamedDigest(sha256, str(folder / PRETRAINING_FILE), next_step))

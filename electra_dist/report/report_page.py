@@ -31,7 +31,7 @@ from electra_dist.report.pages import draw_diagrams, minute, percent, render, wr
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import MAX_TILES, run_figures
 from electra_dist.run.context_auc import STUCK_BELOW, first_judged_step, is_stuck, stuck_warning
-from electra_dist.run.folder import REPORT_FILE
+from electra_dist.run.folder import METRICS_FILE, REPORT_FILE
 from electra_dist.run.ledger import LedgerEvent
 from electra_dist.run.metrics import CONTINUATION, EvalRecord, Samples
 
@@ -109,8 +109,10 @@ def report_page(run: RunRecord) -> str:
 def learning_verdict(run: RunRecord) -> tuple[str, str] | None:
     """Return whether the run learns, as (CSS class, sentence), or None if no context AUC was evaluated.
 
-    The sentence is a warning in the same cases in which `electra-dist status` warns.
+    The sentence is a warning if metrics.jsonl is lost, and in the same cases in which `electra-dist status` warns.
     """
+    if run.has_lost_metrics:
+        return "bad", f"Warning: {METRICS_FILE} is missing, so there are no losses, scores and curves."
     if run.config is None or not run.metrics.evals:
         return None
     newest = run.metrics.evals[-1]

@@ -24,7 +24,15 @@ from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, no_r
 from electra_dist.run.goodput import Goodput, goodput
 from electra_dist.run.history import newest_ending
 from electra_dist.run.ledger import LedgerEvent, read_jobs, read_ledger
-from electra_dist.run.metrics import EvalRecord, Metric, Samples, StepRecord, newest_samples, parse_metric
+from electra_dist.run.metrics import (
+    EvalRecord,
+    Metric,
+    Samples,
+    StepRecord,
+    metrics_are_lost,
+    newest_samples,
+    parse_metric,
+)
 from electra_dist.run.records import read_records
 
 RECENT_RECORDS = 20  # newest training records that are kept whole; the report averages over them
@@ -130,6 +138,7 @@ class RunRecord:
     identity: dict[str, Any]  # identity.json
     config_tree: dict[str, Any]  # config.yaml, with `cluster.notify` hidden
     config: Config | None  # config.yaml, validated; None if it is missing or of a version with other keys
+    has_lost_metrics: bool  # metrics.jsonl is missing, although the run has begun
     samples: Samples | None  # replaced words of the newest evaluation, a record of samples.jsonl
 
     @property
@@ -140,7 +149,9 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """Return the newest training step in metrics.jsonl; 0 if there is none."""
+        """Return the newest training step in metrics.jsonl, or of the last event if that file is lost; 0 if none."""
+        if self.has_lost_metrics:
+            return self.ledger[-1].step
         return self.metrics.newest.step if self.metrics.newest else 0
 
     @property
@@ -204,6 +215,7 @@ def read_run(run_dir: Path) -> RunRecord:
         identity=read_identity(run_dir),
         config_tree=_config_tree(run_dir),
         config=_config(run_dir),
+        has_lost_metrics=metrics_are_lost(run_dir, ledger),
         samples=newest_samples(run_dir),
     )
 

@@ -136,7 +136,7 @@ def _time_figures(account: Goodput) -> list[Tile]:
         return []
     starts = "1 start" if account.starts == 1 else f"{account.starts} starts"
     return [
-        ("Goodput", percent(account.fraction), f"100 % = no time lost; {account.steps_lost:,} steps lost"),
+        ("Goodput", percent(account.fraction), f"100 % = no time lost; {account.steps_lost:,} steps repeated"),
         ("Wall clock", format_duration(account.wall), starts),
     ]
 

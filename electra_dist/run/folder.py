@@ -109,8 +109,13 @@ def is_run_folder(folder: Path, *, patience: Patience | None = None) -> bool:
     return (folder / CONFIG_FILE).exists()
 
 
+def has_records_of_run(folder: Path) -> bool:
+    """Return whether a start has recorded an identity or events in `folder`, even if its config.yaml is lost."""
+    return any((folder / name).exists() for name in (IDENTITY_FILE, LEDGER_FILE))
+
+
 def no_run(folder: Path) -> UserError:
-    """Return the error that a folder is not that of a run, which says what it is instead."""
+    """Return the error that a folder is not that of a run or has lost its config.yaml, and what it is instead."""
     if not folder.is_dir():
         return UserError(f"{folder}: no such folder; give the run_dir of a run")
     if any(found for name in _TUNED for found in folder.glob(name)):
@@ -118,6 +123,11 @@ def no_run(folder: Path) -> UserError:
         return UserError(
             f"{folder}: a tuned model, not a run; use it: electra-dist predict {place} NEW.csv, or by transformers "
             f"(docs/finetune.md), and give here the run_dir of a run"
+        )
+    if has_records_of_run(folder):
+        return UserError(
+            f"{folder}: a run whose {CONFIG_FILE} is missing; restore it from a copy, or start the run once more from "
+            f"its own config, which writes it again: electra-dist train CONFIG"
         )
     return UserError(f"{folder}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
 
@@ -221,9 +231,11 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     for key in (*(key for key in recorded if key not in digests), *digests, *identity):
         difference = first_difference(recorded.get(key), identity.get(key), key)
         if difference is not None and key != "numerics":
+            longer = "; a longer training is a new run, which may begin with these weights (train.init_from)"
             raise UserError(
                 f"run_dir {run_dir} holds a run of another config or corpus ({difference.key} was {difference.old}, "
                 f"is {difference.new}); set another run_dir, or restore the old value to continue that run"
+                f"{longer if difference.key == 'train.num_steps' else ''}"
             )
     check_numerics(run_dir, identity["numerics"], accept_new_numerics)
 

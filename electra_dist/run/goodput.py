@@ -70,10 +70,10 @@ class Goodput:
         return {activity: getattr(self, activity) for activity in activities}
 
     def described(self) -> str:
-        """Return one line, such as "queue 2m00s, useful 3h05m; 2 starts, 40 steps lost"."""
+        """Return one line, such as "queue 2m00s, useful 3h05m; 2 starts, 40 steps repeated"."""
         parts = [f"{name} {format_duration(seconds)}" for name, seconds in self.parts().items() if seconds >= 0.5]
         starts = "1 start" if self.starts == 1 else f"{self.starts:,} starts"
-        return f"{', '.join(parts)}; {starts}, {self.steps_lost:,} steps lost"
+        return f"{', '.join(parts)}; {starts}, {self.steps_lost:,} steps repeated"
 
 
 def goodput(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> Goodput:
@@ -199,7 +199,7 @@ def _total(seconds_by_activity: Iterable[Mapping[str, float]], activity: str) ->
 
 
 def start_line(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) -> str:
-    """Describe a run's newest start in `ledger`: restored step, age of the checkpoint, steps lost, goodput so far."""
+    """Describe a run's newest start in `ledger`: restored step, age of the checkpoint, repeated steps, goodput."""
     run_starts = starts(ledger)
     first_event = run_starts[-1].events[0]
     parts = []
@@ -211,7 +211,7 @@ def start_line(ledger: Sequence[LedgerEvent], jobs: Sequence[JobRecord] = ()) ->
     else:
         parts.append(f"start at step {first_event.step:,}")
     if len(run_starts) > 1:
-        parts.append(f"{first_event.repeated:,} steps lost")
+        parts.append(f"{first_event.repeated:,} later steps are repeated")
         fraction = goodput(ledger, jobs).fraction
         if fraction is not None:
             parts.append(f"goodput {100 * fraction:.1f} %")

@@ -33,6 +33,7 @@ from typing_extensions import override
 from electra_dist.errors import StoreAway
 from electra_dist.escapes import markdown_text
 from electra_dist.run.folder import METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIR
+from electra_dist.run.ledger import LedgerEvent
 from electra_dist.run.records import Count, JsonlFile, Record, lines, parse_line, read_records
 from electra_dist.run.tensorboard import TensorBoardWriter
 from electra_dist.store.patience import Patience, waiting, waits
@@ -332,6 +333,11 @@ def parse_metric(fields: dict[str, Any]) -> Metric:
 def read_metrics(run_dir: Path) -> list[Metric]:
     """Return the records of a run's metrics.jsonl, oldest first; [] if there is no such file."""
     return list(read_records(run_dir / METRICS_FILE, parse_metric))
+
+
+def metrics_are_lost(run_dir: Path, ledger: Sequence[LedgerEvent]) -> bool:
+    """Return whether a run folder has no metrics.jsonl, which a start creates before its first event in `ledger`."""
+    return bool(ledger) and not (run_dir / METRICS_FILE).exists()
 
 
 def iter_steps(run_dir: Path, *, containing: bytes = b"") -> Iterator[StepRecord]:

@@ -29,6 +29,7 @@ from electra_dist.checkpoint.stored_copies import check_targets, checkpoints, se
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
+from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.micro_batch import with_micro_batch
@@ -42,12 +43,14 @@ from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.pretrained.weights import load_frozen_generator, load_recorded_source
+from electra_dist.report.tracking import flat_settings
 from electra_dist.run.folder import (
     begin_run_folder,
     check_run_folder,
     delete_unfinished_files,
     is_run_folder,
     move_records_aside,
+    open_run,
 )
 from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
@@ -197,6 +200,8 @@ def _build(
         source_notes, source_digest = load_recorded_source(module.towers, config.starting_weights, run_dir)
         notes += [f"init_from: {note}" for note in source_notes]
         input_digests |= source_digest
+    if not begins:
+        notes += from_rank_0(lambda: _changed_settings(config))
     from_rank_0(
         lambda: begin_run_folder(
             config,
@@ -229,6 +234,23 @@ def _build(
 def _set_earlier_run_aside(run_dir: Path, inputs: RunInputs, *, patience: Patience) -> list[str]:
     """Rename the checkpoints and records of the earlier run in the folder, and return log lines. Rank 0 only."""
     return [*set_all_aside(inputs.targets), *move_records_aside(run_dir)]
+
+
+def _changed_settings(config: Config) -> list[str]:
+    """Return a log line about settings that are not those of the last start, as the run folder's config has them."""
+    run_dir = Path(config.run_dir)
+    try:
+        before = flat_settings(open_run(run_dir))  # without secrets
+    except UserError:  # lost, or of a version with other keys
+        return []
+    now = flat_settings(config.model_copy(update={"run_dir": str(run_dir)}))
+    changed = [
+        f"{key} {before.get(key, 'null')} -> {now.get(key, 'null')}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    ]
+    shown = without_secret_arguments(changed)
+    return [f"changed since the last start: {', '.join(shown)}"] if shown else []
 
 
 def _build_notes(config: Config, attention: Choice) -> list[str]:

@@ -37,7 +37,7 @@ def test_newest_good_checkpoint_is_loaded_and_a_damaged_newer_one_is_set_aside(t
     found, notes, values = load([target])
     assert found == small.state_at(20) and small.equal(values, small.content(20))
     assert len(notes) == 1 and f"{target.url}/{folder_name(35, 1)} is set aside: exp_avg_sq of" in notes[0]
-    assert "step 20 is used instead, so 15 steps are repeated" in notes[0]
+    assert "step 20 is used instead, which is 15 steps earlier" in notes[0]
     assert target.exists(f"{folder_name(35, 1)}/{SET_ASIDE}") and len(committed(target)) == 2
     assert load([target])[1] == []  # it is not tried again
 
@@ -153,7 +153,7 @@ def test_checkpoints_that_a_rollback_has_discarded_let_the_run_begin_again_unles
     for target, manifest, content in zip(two_targets, manifests, contents):
         target.write(manifest, content)
     found, notes, _ = load_newest(two_targets, fragments, expected, stopped={5, 6, 7})
-    assert found is None and len(notes) == 4 and "so 20 steps are repeated" in notes[0]
+    assert found is None and len(notes) == 4 and "which is 20 steps earlier" in notes[0]
     assert [committed(target) for target in two_targets] == [[], []]
 
 

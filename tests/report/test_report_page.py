@@ -129,7 +129,7 @@ def test_the_report_of_a_finished_run_shows_its_result_starts_saves_config_and_v
         "0.7667",  # the last context AUC
         "0.5 = chance (token frequency alone), 1 = perfect; standard error 0.0041",
         "2 starts",
-        "50 steps lost",
+        "50 steps repeated",
         "Where the time went: ",
         "4 checkpoints, the newest of step 400, each held the training up for 0.25 s (median).",
         "attempt 2, repeated 50",
@@ -381,7 +381,7 @@ def test_a_report_is_written_for_a_run_without_a_step_and_for_one_with_undefined
 ):
     Ledger(tmp_path).close()
     page_without_steps = write_report(tmp_path).read_text()
-    assert "No step has been recorded yet" in page_without_steps
+    assert "There is no record of a step" in page_without_steps
 
     nan = float("nan")
     inf = float("inf")

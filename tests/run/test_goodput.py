@@ -163,6 +163,7 @@ def test_the_line_of_a_start_after_a_kill_shows_the_restored_step_its_age_and_th
     fraction = goodput(ledger_at_resume, run.jobs).fraction
     assert fraction is not None
     assert line == (
-        f"restored step 20, age 1m{seconds_above_a_minute:02d}s, 5 steps lost, goodput {100 * fraction:.1f} %"
+        f"restored step 20, age 1m{seconds_above_a_minute:02d}s, 5 later steps are repeated, "
+        f"goodput {100 * fraction:.1f} %"
     )
     assert line_of_first_start == "start at step 0"

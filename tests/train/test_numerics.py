@@ -109,6 +109,13 @@ def test_a_run_folder_of_other_numerics_needs_the_flag_and_one_of_another_config
         check_run_folder(run_dir, {**identity, "seed": 8}, accept_new_numerics=True)
 
 
+def test_a_run_that_is_to_be_longer_is_refused_with_the_way_to_train_longer(tmp_path: Path) -> None:
+    run_dir, _ = config_of(tmp_path)
+    longer = load_config(tmp_path / "run.yaml", ["train.num_steps=1000"])
+    with pytest.raises(UserError, match=r"num_steps was \d+, is 1000.*new run.*train\.init_from"):
+        check_run_folder(run_dir, run_identity(longer, "c"), accept_new_numerics=True)
+
+
 def test_a_version_knows_the_identity_that_each_earlier_one_gave_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def test_run_killed_at_a_step_and_during_a_save_gives_the_losses_of_an_uninterru
     assert killed.cut_a_save
     output = pretrain(config, 2).stdout
     # The age is not known if the kill came after the commit of the checkpoint and before its line in the ledger.
-    restored = r"restored step \d+(, age .*)?, \d+ steps lost, goodput [\d.]+ %; saved by attempt \d+"
+    restored = r"restored step \d+(, age .*)?, \d+ later steps are repeated, goodput [\d.]+ %; saved by attempt \d+"
     assert re.search(restored, output)
     assert losses(run_dir) == losses(tmp_path / "uncut")
     events = [json.loads(line)["event"] for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
@@ -142,7 +142,13 @@ def test_starting_a_finished_run_again_does_nothing(
     pretrain(config, 1)
     before = losses(tmp_path / "done")
     again = pretrain(config, 1)
-    assert "nothing to do" in again.stdout
+    assert "nothing to do" in again.stdout and "changed since the last start" not in again.stdout
+    values = {"checkpoint.every_steps": 11, "cluster.notify": "curl https://secret.example"}
+    changed = pretrain(tiny_config("done", **values), 1).stdout
+    assert re.search(
+        r"changed since the last start: checkpoint.every_steps \d+ -> 11, cluster.notify \S+ -> ", changed
+    )
+    assert "secret.example" not in changed
     assert losses(tmp_path / "done") == before
 
 

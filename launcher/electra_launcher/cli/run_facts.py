@@ -25,6 +25,7 @@ from electra_dist.run.folder import (
     METRICS_FILE,
     SLURM_DIR,
     STOP_FILE,
+    has_records_of_run,
     no_run,
     override_of_moved_run,
     supervise_log,
@@ -199,6 +200,8 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
         return run / CONFIG_FILE
     if newest_script and newest_script.with_suffix(".yaml").exists():
         return newest_script.with_suffix(".yaml")
+    if has_records_of_run(run):
+        raise no_run(run)
     owner = read_owner(run)
     failure = newest_failure(since_newest_start(read_failures(run), (), owner))
     if failure is not None:

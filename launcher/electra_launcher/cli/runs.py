@@ -166,12 +166,21 @@ def report(
     The page is one HTML file, made from the records in the run folders, so it can be written at any time. It replaces
     an older one. A run folder with checkpoints of another run is refused.
     """
-    from electra_dist.run.folder import no_run
+    from electra_dist.console import Console
+    from electra_dist.run.folder import METRICS_FILE, no_run
+    from electra_dist.run.ledger import read_ledger
+    from electra_dist.run.metrics import metrics_are_lost
 
     for run in runs:
         if not run.is_dir():
             raise no_run(run)
         _check_local_checkpoints(run)
+        if metrics_are_lost(run, read_ledger(run)):
+            Console(stderr=True).print(
+                f"{run / METRICS_FILE} is missing, so the page has no losses, scores and curves; restore the file "
+                f"from a copy, then repeat this command",
+                soft_wrap=True,
+            )
     from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
     from electra_dist.report.report_page import write_report
 

@@ -7,8 +7,9 @@ import shlex
 from typing import Any
 
 from electra_dist.run.context_auc import is_stuck, stuck_warning
-from electra_dist.run.folder import JOBS_FILE
+from electra_dist.run.folder import JOBS_FILE, METRICS_FILE
 from electra_dist.run.goodput import goodput
+from electra_dist.run.metrics import metrics_are_lost
 from electra_dist.run.number_formats import format_duration
 from electra_launcher.cli.run_facts import Gathered, facts
 
@@ -70,7 +71,8 @@ def _progress(known: dict[str, Any], seen: Gathered) -> str:
     step, num_steps = known["step"], known["num_steps"]
     progress = f"{step:,} of {num_steps:,}"
     if known["loss"] is None:
-        return progress
+        is_lost = metrics_are_lost(seen.run, seen.ledger)
+        return f"{progress}, loss not known, because {METRICS_FILE} is missing" if is_lost else progress
     is_behind = seen.last is not None and seen.last.step < step  # not every step is logged, but every one can be saved
     logged = " at the last logged step" if is_behind else ""
     losses = ", ".join(f"{name} {loss:.4f}" for name, loss in known["losses"].items())

@@ -26,7 +26,7 @@ from electra_dist.errors import EXIT_CRASH, TornCheckpoint, UserError
 from electra_dist.run.folder import METRICS_FILE, open_run, read_identity
 from electra_dist.run.history import starts
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.metrics import iter_steps
+from electra_dist.run.metrics import iter_steps, metrics_are_lost
 from electra_dist.train.guard import SkipList
 from electra_launcher.cli.command_output import open_console, print_json, progress_bar
 
@@ -128,6 +128,8 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: C
     num_starts = _num_starts(run)
     starts_text = "1 start" if num_starts == 1 else f"{num_starts:,} starts"
     out.print(f"{run}: {result.num_marks:,} receipts checked, {starts_text}, step {last.step:,}")
+    if metrics_are_lost(run, read_ledger(run)):
+        out.print(f"{METRICS_FILE} is missing, so only the receipts in checkpoints were checked")
     skipped_steps = [step for step in expected.skipped if step < last.step]
     if skipped_steps:
         shown = ", ".join(map(str, skipped_steps[:_MAX_STEPS_SHOWN]))

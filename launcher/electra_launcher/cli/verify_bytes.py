@@ -95,7 +95,7 @@ def _read_all(parts: list[Part]) -> list[tuple[str, list[str]]]:
             try:
                 faults = part.faults(advance)
             except UserError as error:
-                faults = [str(error)]
+                faults = [str(error).removeprefix(f"{part.url}: ")]  # The URL is printed before each fault.
             if faults:
                 bad.append((part.url, faults))
     return bad

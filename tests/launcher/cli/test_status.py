@@ -325,7 +325,7 @@ def test_a_start_that_has_recorded_nothing_yet_lives_for_status_and_why(run: Pat
 def test_before_the_first_checkpoint_no_goodput_is_claimed(run: Path):
     write(run / "ledger.jsonl", [event("start", 110, step=0, attempt=1, setup_s={"import": 5.0, "build": 2.0})])
     (line,) = [line for line in shown(run) if line.startswith("  goodput ")]
-    assert line == "  goodput     known from the first checkpoint on (imports 5s, build 2s; 1 start, 0 steps lost)"
+    assert line == "  goodput     known from the first checkpoint on (imports 5s, build 2s; 1 start, 0 steps repeated)"
 
 
 def test_a_resumed_run_that_compiles_its_first_step_lives(run: Path):
@@ -338,7 +338,7 @@ def test_a_resumed_run_that_compiles_its_first_step_lives(run: Path):
 
 
 def test_a_run_that_ended_before_its_first_record_has_all_its_steps(run: Path):
-    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").write_text("")
     ledger(run, event("done", 5, step=20))
     assert "  step        20 of 20" in shown(run)
 
@@ -577,3 +577,28 @@ def test_a_tuned_model_is_named_with_what_it_can_be_used_for(tmp_path: Path, com
     file.write_text("{}")
     message = str(CliRunner().invoke(app, [command, str(tmp_path / "tuned")]).exception)
     assert message.startswith(f"{tmp_path}/tuned: a tuned model, not a run; use it: electra-dist predict {tmp_path}")
+
+
+def test_a_run_that_has_lost_its_config_is_told_how_to_write_it_again(run: Path):
+    """A later start that was refused, as for another num_steps, is not taken for the first one."""
+    shutil.rmtree(run / "slurm")
+    (run / "config.yaml").unlink()
+    fields = {"time": "2026-01-01T00:00:00+00:00", "start": "s", "node": "n7", "rank": 0, "error": "refused"}
+    record_failure(run, 0, Failure(**fields, line="num_steps was 20, is 30"), {})
+
+    message = str(CliRunner().invoke(app, ["status", str(run)]).exception)
+
+    assert message.startswith(f"{run}: a run whose config.yaml is missing") and "electra-dist train CONFIG" in message
+    assert str(CliRunner().invoke(app, ["verify", str(run)]).exception) == message
+
+
+def test_lost_metrics_are_named_by_status_and_report(run: Path):
+    ledger(run, event("checkpoint", 30, step=15))
+    (run / "metrics.jsonl").unlink()
+    done = CliRunner().invoke(app, ["report", str(run)])
+
+    (line,) = [line for line in shown(run) if line.startswith("  step ")]
+    assert line == "  step        15 of 20, loss not known, because metrics.jsonl is missing"
+    assert done.exit_code == 0 and f"{run}/metrics.jsonl is missing" in done.stderr
+    page = (run / "report.html").read_text()
+    assert "Warning: metrics.jsonl is missing" in page and "last record of step 15" in page

@@ -76,3 +76,10 @@ def test_a_damaged_manifest_is_one_bad_file_and_another_folder_is_refused(corpus
     code, _, error = verify(str(tmp_path / "empty"))
     assert code == 78
     assert re.search(r"neither a run .* nor a finished corpus", error)
+
+
+def test_a_lost_vocabulary_is_named_once_with_the_way_to_restore_it(corpus: Path) -> None:
+    (corpus / "vocab.txt").unlink()
+    _, output, _ = verify(str(corpus))
+    (line,) = [line for line in output.splitlines() if line.startswith("BAD: ")]
+    assert line.startswith(f"BAD: {corpus}/vocab.txt: no such file; restore the file from a backup or from a run")
