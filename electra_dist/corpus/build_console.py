@@ -11,11 +11,10 @@ from rich.table import Table
 
 from electra_dist.console import Console
 from electra_dist.corpus.build_report import BuildReport, SkippedDocuments, remarks_on_shape
-from electra_dist.corpus.counts import FIELDS_FOUND, SKIP_REASONS
+from electra_dist.corpus.counts import FIELDS_FOUND, SKIP_REASONS, line_on_inputs
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS
 
 _LINE_EVERY_S = 10.0
-_NAMES_SHOWN = 10
 # Reasons whose names are printed, because each may be a mistake.
 _NAMED_REASONS = ("broken_link", "empty_file", "no_text_column")
 
@@ -215,7 +214,11 @@ def remarks(report: BuildReport) -> list[str]:
     Findings are inputs and documents that were left out, bytes that are not UTF-8, sources that look like no text, and
     a corpus of which no document is held out.
     """
-    lines = [_line_on_inputs(report, reason) for reason in _NAMED_REASONS if report.skipped_names.get(reason)]
+    lines = [
+        line_on_inputs(reason, sum(report.inputs_skipped[reason].values()), report.skipped_names[reason])
+        for reason in _NAMED_REASONS
+        if report.skipped_names.get(reason)
+    ]
     lines += [
         f"left out {plural(skipped.documents, 'document')}, {SKIPPED_KINDS[kind]}: {_worst_files(skipped)}"
         for kind, skipped in report.documents_skipped.items()
@@ -237,14 +240,6 @@ def remarks(report: BuildReport) -> list[str]:
             "train without evaluation: --set data.heldout=null"
         )
     return lines
-
-
-def _line_on_inputs(report: BuildReport, reason: str) -> str:
-    """Name the first ten inputs that were left out for a reason, and say how many more there are."""
-    number = sum(report.inputs_skipped[reason].values())
-    shown = ", ".join(report.skipped_names[reason][:_NAMES_SHOWN])
-    more = f" and {number - _NAMES_SHOWN:,} more" if number > _NAMES_SHOWN else ""
-    return f"left out, {SKIP_REASONS[reason]}: {shown}{more}"
 
 
 def _line_on_undecodable(report: BuildReport) -> str:

@@ -33,6 +33,7 @@ SKIP_REASONS = {
     "no_text_column": "a table without the column of --text-field",
     "metadata": "JSON or another text beside the text of a WebDataset sample",
 }
+_NAMES_SHOWN = 10  # of these names in a message
 MAX_NAMES = 1000  # names that are kept for each reason; the counts are exact all the same
 FIELDS_FOUND = "fields with text in records without the text's field"  # begins a line that lists them
 MAX_FIELDS = 20  # names of fields that are kept of records without the text's field
@@ -189,8 +190,11 @@ class Counts(Section):
         return f"no usable document among {documents['documents']:,} ({', '.join(reasons)}); {next_step}"
 
     def remarks_on_documents(self) -> list[str]:
-        """Return a line on the documents that were left out, and one on the fields found in place of the text's."""
+        """Return a line on tables and one on documents that were left out, and one on the fields found instead."""
         lines = []
+        if tables := self.skipped.get("no_text_column"):
+            names = self.skipped_names["no_text_column"]
+            lines.append(line_on_inputs("no_text_column", tables.total(), names))
         if reasons := self._reasons():
             documents = self.all_sources()
             lines.append(
@@ -208,6 +212,15 @@ class Counts(Section):
     def fields_found(self) -> str:
         """Return the most frequent fields with text of records without the text's field: "body, meta.title"."""
         return printable(", ".join(field for field, _ in most_frequent(self.other_fields, MAX_FIELDS)))
+
+
+def line_on_inputs(reason: str, number: int, names: list[str]) -> str:
+    """Name the first ten of `number` inputs that were left out for a reason, and say how many more there are."""
+    more = f" and {number - _NAMES_SHOWN:,} more" if number > _NAMES_SHOWN else ""
+    line = f"left out, {SKIP_REASONS[reason]}: {', '.join(names[:_NAMES_SHOWN])}{more}"
+    if reason == "no_text_column":
+        line += "; .txt files need no field: one --text-field serves both"
+    return line
 
 
 def most_frequent(counts: Counter[str], number: int) -> list[tuple[str, int]]:

@@ -339,14 +339,11 @@ class LabelTargets:
 
 def _labels_of(train: Texts) -> tuple[str, ...]:
     """Return a file's different labels, sorted; refuse an empty label, a tab, and two spellings of one number."""
+    _check_no_label_is_empty(train)
     labels = tuple(sorted(set(train.label)))
     label_of: dict[Decimal, str] = {}
     for label in labels:
         place = f"{train.file}:{train.line[train.label.index(label)]}"
-        if not label:
-            others = train.label.count("") - 1
-            more = f", as in {others} other lines" if others else ""
-            raise UserError(f"{place}: the label is empty{more}; write a label, or remove the line")
         if set(label) & set("\t\r\n"):
             raise UserError(f"{place}: the label has a tab or a line end in it, which tables cannot hold; remove it")
         number = _number_in(label)
@@ -382,14 +379,28 @@ def _number_in(label: str) -> Decimal | None:
 
 def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
     """Return the index in `labels` of each text's label; UserError names all other labels and the first line."""
+    _check_no_label_is_empty(texts)
     number_of = {label: number for number, label in enumerate(labels)}
     unknown = [row for row, label in enumerate(texts.label) if label not in number_of]
+    if len(unknown) == len(set(texts.label)) == len(texts.label) > _NAMED:
+        raise UserError(
+            f"{texts.file}: every row has another label, such as `{texts.label[0]}`, and none of them is known; is "
+            f"--label right?"
+        )
     if unknown:
         raise UserError(
             f"{texts.file}:{texts.line[unknown[0]]}: {count_names(texts.label[row] for row in unknown)}: unknown "
             f"labels (and how often each occurs); the labels that are known are {list_names(labels)}: correct them"
         )
     return [number_of[label] for label in texts.label]
+
+
+def _check_no_label_is_empty(texts: Texts) -> None:
+    num_empty = texts.label.count("")
+    if num_empty:
+        place = f"{texts.file}:{texts.line[texts.label.index('')]}"
+        more = f" in {num_empty:,} rows" if num_empty > 1 else ""
+        raise UserError(f"{place}: the label is empty{more}; write a label, or remove the line")
 
 
 def count_names(names: Iterable[str]) -> str:
@@ -408,6 +419,7 @@ def list_names(names: Sequence[str]) -> str:
 
 def label_values(texts: Texts) -> list[float]:
     """Return the labels of a regression as numbers; raise UserError if one is not a finite number."""
+    _check_no_label_is_empty(texts)
     values = [number_in(label) for label in texts.label]
     wrong = [row for row, value in enumerate(values) if not math.isfinite(value)]
     if wrong:

@@ -25,10 +25,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -48,7 +48,7 @@ from electra_dist.finetune.training_loop import Ids, Progress, count_steps, quie
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.hf import TowerName
 from electra_dist.pretrained.locate import Step
-from electra_dist.store.atomic_files import make_folder, writable
+from electra_dist.store.atomic_files import lock_file, make_folder, writable
 
 RESULTS_FILE = "results.jsonl"
 _POLL_S = 1.0  # between two reports on progress
@@ -140,6 +140,27 @@ def run_all(
     for name, model_dir in model_dirs.items():
         _note_best(model_dir, [result for result in ordered_results if result.task == name], note)
     return ordered_results
+
+
+@contextmanager
+def only_command(output: Path) -> Iterator[None]:
+    """Lock an output folder, which is made if needed, until the block ends; UserError if another process has it.
+
+    Nothing is locked on a file system that has no locks for folders.
+    """
+    with writable(output / RESULTS_FILE):
+        make_folder(output)
+        descriptor = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            lock_file(descriptor, wait=False)
+        except BlockingIOError:
+            raise UserError(
+                f"{output}: another fine-tuning writes to this folder; wait for its end, or pass another --output"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remarks_on_unknown_tokens(encoder: Pretrained, task: Task, settings: FinetuneConfig, rows: Ids) -> list[str]:

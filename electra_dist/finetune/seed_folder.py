@@ -67,7 +67,7 @@ def write_seed_folder(
         temporary.mkdir(parents=True)
         config = model.hf_config()
         if config is not None:
-            _write_model(temporary, encoder, config, model.hf_weights())
+            _write_model(temporary, encoder, config, model.hf_weights(), settings.max_length)
         for file in predictions:
             path = temporary / file.name
             path.parent.mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def write_seed_folder(
         _replace(folder, temporary)
 
 
-def _write_model(folder: Path, encoder: Pretrained, config: dict[str, Any], weights: State) -> None:
+def _write_model(folder: Path, encoder: Pretrained, config: dict[str, Any], weights: State, max_length: int) -> None:
     """Write a model for transformers with the encoder's tokenizer; raise StoreError if the disk takes no weights."""
     try:
         write_model_folder(
@@ -84,7 +84,7 @@ def _write_model(folder: Path, encoder: Pretrained, config: dict[str, Any], weig
             config=config,
             vocabulary=encoder.vocabulary,
             lowercase=encoder.tokenizer.lowercase,
-            max_positions=encoder.model.max_positions,
+            max_length=max_length,
             out_dir=folder,
         )
     except SafetensorError as error:

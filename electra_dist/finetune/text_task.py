@@ -248,8 +248,10 @@ class TextTask(Task):
         file = find_split(data, "train")
         if file is None:
             what = "no table for training" if data.exists() else "no such file or folder"
+            tables = sorted(path.name for path in data.glob("*") if path.suffix.lower() in TABLE_SUFFIXES)
+            among = f" among {list_names(tables)}" if tables else ""
             raise UserError(
-                f"{data}: {what}; name a {', '.join(TABLE_SUFFIXES)} file with --data, or a folder "
+                f"{data}: {what}{among}; name a {', '.join(TABLE_SUFFIXES)} file with --data, or a folder "
                 f"with train{TABLE_SUFFIXES[0]} and so on, or one of datasets.save_to_disk"
             )
         table = read_table(file, delimiter)

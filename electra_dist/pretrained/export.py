@@ -197,13 +197,14 @@ def write_model_folder(
     config: dict[str, Any],
     vocabulary: Vocabulary,
     lowercase: bool,
-    max_positions: int,
+    max_length: int,
     out_dir: Path,
 ) -> None:
     """Write a model and its tokenizer as a Hugging Face folder, in which files of the same names are replaced.
 
     `weights`, in fp32 on the host, and `config`, the content of config.json, are those of a class of transformers.
-    The file vocab.txt is written for a WordPiece tokenizer only.
+    A tokenizer that is asked to cut texts cuts them to `max_length` tokens, with the special ones. The file vocab.txt
+    is written for a WordPiece tokenizer only.
     """
     _write_json(out_dir / "config.json", config)
     if vocabulary.tokenizer_json is None:
@@ -214,7 +215,7 @@ def write_model_folder(
     _write_file(out_dir / "tokenizer.json", tokenizer_text.encode())
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_positions,
+        "model_max_length": max_length,
     }
     if vocabulary.tokenizer_json is None:
         tokenizer_config |= {"tokenizer_class": "BertTokenizer", "do_lower_case": lowercase}

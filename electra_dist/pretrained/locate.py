@@ -11,7 +11,7 @@ from typing import Literal
 
 from electra_dist.errors import UserError
 from electra_dist.hub import model_folder
-from electra_dist.run.folder import is_run_folder
+from electra_dist.run.folder import is_run_folder, run_within
 
 RANDOM = "random:"  # begins the name of a model with the random weights that a run with a config starts from
 Step = int | Literal["best"] | None  # checkpoint of a run: the one after these steps, the best, or the newest
@@ -32,6 +32,7 @@ def locate_model(spec: str, tower: str = "discriminator") -> str:
     raise UserError(
         f"{spec}: not a model: neither a run (config.yaml) nor a Hugging Face folder (config.json); name the folder "
         f"of a run, of its export or of a Hugging Face model, ORG/NAME of one on the Hub, or random:CONFIG.yaml"
+        f"{run_within(folder)}"
     )
 
 

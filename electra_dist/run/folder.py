@@ -129,7 +129,14 @@ def no_run(folder: Path) -> UserError:
             f"{folder}: a run whose {CONFIG_FILE} is missing; restore it from a copy, or start the run once more from "
             f"its own config, which writes it again: electra-dist train CONFIG"
         )
-    return UserError(f"{folder}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run")
+    message = f"{folder}: not a run folder, because it has no {CONFIG_FILE}; give the run_dir of a run"
+    return UserError(message + run_within(folder))
+
+
+def run_within(folder: Path) -> str:
+    """Return the end of a message, "; did you mean FOLDER/run?", if that is a run; otherwise ""."""
+    inner = folder / "run"  # as `electra-dist init` sets it
+    return f"; did you mean {inner}?" if is_run_folder(inner) else ""
 
 
 def open_run(folder: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from electra_dist.errors import UserError
-from electra_dist.finetune.labelled_texts import read_texts
+from electra_dist.finetune.labelled_texts import LabelTargets, Texts, TextSpec, read_texts
 from electra_dist.finetune.text_task import encode_texts, truncate_pair
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -30,6 +31,24 @@ def test_a_broken_file_is_a_one_line_error_with_the_name_of_the_file(
         read_texts(tmp_path / name, "text", None, "kind")
 
     assert "\n" not in str(caught.value)
+
+
+def test_development_files_without_labels_or_with_a_label_for_each_row_are_named_as_such(tmp_path: Path) -> None:
+    def targets(labels: list[str], kind: Literal["classification", "regression"]) -> None:
+        (tmp_path / "x.csv").write_text("text,label\n" + "".join(f"the dog,{label}\n" for label in labels))
+        spec = TextSpec(name="custom", text_a="text", text_b=None, label="label", kind=kind)
+        train = Texts(["a", "b"], None, ["0", "1"], [2, 3], 0, tmp_path / "train.csv", "")
+        LabelTargets.of(spec, train).targets(read_texts(tmp_path / "x.csv", "text", None, "label"))
+
+    kinds: list[Literal["classification", "regression"]] = ["classification", "regression"]
+    for kind in kinds:
+        with pytest.raises(UserError, match=r"x\.csv:3: the label is empty in 2 rows; write a label"):
+            targets(["1", "", ""], kind)
+    numbers = [f"T-{number}" for number in range(20)]
+    with pytest.raises(UserError, match=r"x\.csv: every row has another label, such as `T-0`, .*; is --label right"):
+        targets(numbers, "classification")
+    with pytest.raises(UserError, match="unknown labels"):
+        targets([*numbers, "1"], "classification")
 
 
 def test_a_pair_that_is_too_long_loses_the_last_tokens_of_the_longer_text() -> None:

@@ -146,7 +146,7 @@ def test_empty_cells_keep_their_row_and_quotes_of_a_program_are_remarked_on(tmp_
     with pytest.raises(UserError, match=r"y\.csv:5: the label is empty"):
         open_custom(tmp_path / "y.csv")
     (tmp_path / "z.csv").write_text("text,label\na b,\nc d,y\ne f,\ng h,\n")
-    with pytest.raises(UserError, match=r"z\.csv:2: the label is empty, as in 2 other lines; write"):
+    with pytest.raises(UserError, match=r"z\.csv:2: the label is empty in 3 rows; write"):
         open_custom(tmp_path / "z.csv")
     (tmp_path / "e.csv").write_text("text,label\na b,x\n ,y\nc d,x\n")
     assert any(
@@ -283,6 +283,10 @@ def test_missing_parts_of_a_saved_dataset_and_two_training_files_are_refused(tmp
         open_custom(tmp_path / "saved" / "nowhere")
     (tmp_path / "without").mkdir()
     with pytest.raises(UserError, match=r"no table for training; name a \.tsv, \.csv"):
+        open_custom(tmp_path / "without")
+    for name in ("tickets.csv", "dev.csv", "notes.txt"):
+        (tmp_path / "without" / name).write_text("")
+    with pytest.raises(UserError, match=r"no table for training among dev\.csv, tickets\.csv; name a \.tsv"):
         open_custom(tmp_path / "without")
 
 

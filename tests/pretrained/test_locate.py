@@ -25,8 +25,10 @@ def test_an_export_stands_for_the_tower_in_it_and_all_other_models_for_themselve
     assert locate_model(str(export), "generator") == str(export / "generator")
     for spec in (str(run), str(export / "generator"), "random:x.yaml"):
         assert locate_model(spec) == spec
-    with pytest.raises(UserError, match="not a model: neither a run"):
+    with pytest.raises(UserError, match=f"not a model: neither a run.*; did you mean {run}\\?$"):
         locate_model(str(run.parent))
+    with pytest.raises(UserError, match=r"or random:CONFIG\.yaml$"):
+        locate_model(str(export.parent.parent / "elsewhere"))
 
 
 @pytest.mark.parametrize(

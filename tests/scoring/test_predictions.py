@@ -92,6 +92,27 @@ def test_classes_are_those_of_the_development_predictions_and_of_a_pipeline(
     assert no_metrics == {} and "label" not in new[0]
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_a_pipeline_that_truncates_cuts_long_texts_where_the_training_cut_them(
+    encoder: Pretrained, tmp_path: Path, kind: str
+) -> None:
+    texts = write_texts(tmp_path / "train.csv", 0, 40, is_regression=kind == "regression")
+    settings = SETTINGS.model_copy(update={"max_length": 12, "epochs": 1.0})  # the model has 64 positions
+    task = open_task(TaskRequest(name="custom", data=tmp_path, kind=kind))  # type: ignore[arg-type]
+    finetune_task(encoder, task, settings, 0, CPU, folder=tmp_path / "best")
+    long_texts = [" ".join(texts[start : start + 5]) for start in range(0, 40, 5)]
+    (tmp_path / "new.txt").write_text("\n".join(long_texts) + "\n")
+
+    rows, _ = predict(tmp_path, tmp_path / "new.txt")
+
+    theirs = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu")(long_texts, truncation=True)
+    best = [max(row["probabilities"].values()) if "probabilities" in row else row["prediction"] for row in rows]
+    assert [one["score"] for one in theirs] == pytest.approx(best, abs=1e-5)
+    # Without the cut the scores would be others, as these texts have at least 15 tokens.
+    whole = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu")(long_texts)
+    assert [one["score"] for one in whole] != pytest.approx(best, abs=1e-5)
+
+
 def test_classes_of_pairs_are_those_of_the_development_predictions_and_of_a_pipeline(
     encoder: Pretrained, tmp_path: Path
 ) -> None:

@@ -174,7 +174,7 @@ def finetune(
             out.print(remark)
     out.print(f"loading {located}")
 
-    from electra_dist.finetune.run_seeds import ModelRequest, SeedProcesses, run_all
+    from electra_dist.finetune.run_seeds import ModelRequest, SeedProcesses, only_command, run_all
     from electra_dist.finetune.stored_scores import summarize
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
@@ -189,7 +189,7 @@ def finetune(
     if device.type == "cpu":
         _advise_on_threads(out, parallel)
     kept = "seeds whose result was printed are kept, the others begin again"
-    with resumable(kept), progress_bar(Console(stderr=True)) as progress:
+    with resumable(kept), only_command(folder), progress_bar(Console(stderr=True)) as progress:
         processes = SeedProcesses(
             parallel,
             ModelRequest(spec=located, tower=tower.value, vocab=vocab, step=step),

@@ -240,6 +240,23 @@ def test_columns_of_tables_without_the_text_field_are_named(config: Path, tmp_pa
         assert WRONG_FIELD in str(error.value)
 
 
+def test_tables_without_the_text_field_beside_texts_are_named_by_vocab_and_build(config: Path, text: Path) -> None:
+    folder = text.parent / "mixed"
+    folder.mkdir()
+    text.rename(folder / "a.txt")
+    (folder / "tickets.csv").write_text("body,number\nsome words,1\n")
+    expected = (
+        "left out, a table without the column of --text-field: tickets.csv; .txt files need no field: one "
+        "--text-field serves both"
+    )
+
+    vocab = run("vocab", "--input", folder, "--output", text.parent / "v.txt", "--size", 60)
+    build = run("build", "--input", folder, "--output", text.parent / "c", "--config", config, "--workers", 1)
+
+    for output in (vocab, build):
+        assert expected in " ".join(output.split())
+
+
 def test_vocab_says_how_many_documents_gave_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"body": "some words"}\n{"body": "more words"}\n')
     (tmp_path / "b.jsonl").write_text('{"other": "words"}\n')

@@ -40,6 +40,24 @@ def write_rte(folder: Path) -> None:
         (folder / "RTE" / f"{stem}.tsv").write_text(text)
 
 
+def test_a_second_command_with_the_same_output_is_refused_while_the_first_one_runs(
+    model_arguments: list[str], tmp_path: Path
+) -> None:
+    write_rte(tmp_path)
+    arguments = ["finetune", "--task", "rte", *model_arguments, "--data", str(tmp_path), "--set", "epochs=1"]
+    arguments += ["--output", str(tmp_path / "out")]
+
+    with run_seeds.only_command(tmp_path / "out"):
+        second = CliRunner().invoke(app, arguments)
+
+    assert isinstance(second.exception, UserError)
+    assert str(second.exception) == (
+        f"{tmp_path}/out: another fine-tuning writes to this folder; wait for its end, or pass another --output"
+    )
+    assert list((tmp_path / "out").iterdir()) == []
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+
+
 def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     model_arguments: list[str], tmp_path: Path
 ) -> None:

@@ -565,6 +565,10 @@ def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path, command: str) -> 
     )
     missing = CliRunner().invoke(app, [command, str(tmp_path / "missing")])
     assert str(missing.exception) == f"{tmp_path}/missing: no such folder; give the run_dir of a run"
+    (tmp_path / "mine" / "run").mkdir(parents=True)
+    (tmp_path / "mine" / "run" / "config.yaml").write_text("")
+    within = CliRunner().invoke(app, [command, str(tmp_path / "mine")])
+    assert str(within.exception).endswith(f"give the run_dir of a run; did you mean {tmp_path}/mine/run?")
     (tmp_path / "slurm").mkdir()
     assert command == "status" or "running or killed" in CliRunner().invoke(app, ["why", str(tmp_path)]).output
 
