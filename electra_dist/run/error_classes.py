@@ -337,14 +337,14 @@ def decisive(findings: Iterable[tuple[int, Finding]]) -> tuple[int, Finding] | N
     `CLASSES` wins, then a finding with a line, because one rank prints what all ranks refuse, then the first finding.
     """
     found = list(findings)
-    causes = [item for item in found if not item[1].error.is_consequence]
-    order = [error.name for error in CLASSES]
+    causes = [(rank, finding) for rank, finding in found if not finding.error.is_consequence]
+    number_of_class = {error.name: number for number, error in enumerate(CLASSES)}
 
-    def place(item: tuple[int, Finding]) -> tuple[int, bool]:
-        name = item[1].error.name
-        return (order.index(name) if name in order else len(order), not item[1].line)
+    def order(of_rank: tuple[int, Finding]) -> tuple[int, bool]:
+        _, finding = of_rank
+        return number_of_class.get(finding.error.name, len(CLASSES)), not finding.line
 
-    return min(causes or found, key=place, default=None)
+    return min(causes or found, key=order, default=None)
 
 
 def is_same_fault(line: str, other: str) -> bool:

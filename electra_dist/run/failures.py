@@ -112,9 +112,10 @@ def newest_failure(failures: Sequence[Failure]) -> Failure | None:
 def since_newest_start(
     failures: Sequence[Failure], ledger: Sequence[LedgerEvent], lease: HeldLease | None
 ) -> list[Failure]:
-    """Return the failures that no later start has made obsolete; `lease` is that of the run folder.
+    """Return the failures that no later start has made obsolete.
 
-    A start begins when it takes the lease or, if a supervisor starts the ranks again, with its event in the ledger.
+    A start begins when it takes the lease of the run folder (`lease`; None if no process holds it) or, if a supervisor
+    starts the ranks again, with its event in the ledger.
     """
     begins = [event.unix_s for event in ledger if event.event in STARTS]
     begins += [] if lease is None else [lease.owner.since]
@@ -125,10 +126,10 @@ def since_newest_start(
 def account_of_end(
     run: Path, ledger: Sequence[LedgerEvent], failures: Sequence[Failure], lease: HeldLease | None = None
 ) -> dict[str, Any]:
-    """Return what is known of the end of a run's newest start, as a JSON object; `lease` is that of the run folder.
+    """Return what is known of the end of a run's newest start, as a JSON object. Nothing is read.
 
     A failure of this start or its end in the ledger decides, whichever is newer. If neither exists, "state" is
-    "running or killed". Nothing is read.
+    "running or killed". `lease` says which process holds the run folder; None if none does.
     """
     failure = newest_failure(since_newest_start(failures, ledger, lease))
     ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]
@@ -147,7 +148,7 @@ def _is_later_end(event: LedgerEvent, failure: Failure) -> bool:
 
 
 def _nothing_known(run: Path) -> dict[str, Any]:
-    """Return the account of a run whose newest start has recorded no end."""
+    """Return what `account_of_end` tells of a run whose newest start has recorded no end."""
     unknown = ("time", "rank", "node", "code", "class", "fault", "restart", "line", "step", "rows", "output")
     return {
         **dict.fromkeys(unknown),
@@ -160,7 +161,7 @@ def _nothing_known(run: Path) -> dict[str, Any]:
 
 
 def _account_of_event(run: Path, event: LedgerEvent) -> dict[str, Any]:
-    """Return the account of a run whose last end is an event of its ledger; a start means that it goes on."""
+    """Return what the ledger's newest event tells of a run's end; after the begin of a start, no end is known."""
     known = _nothing_known(run)
     if event.event in STARTS:
         return known
@@ -178,7 +179,7 @@ def _account_of_event(run: Path, event: LedgerEvent) -> dict[str, Any]:
 
 
 def _account_of_failure(run: Path, failure: Failure) -> dict[str, Any]:
-    """Return the account of a run whose last end is a failure that a supervisor recorded."""
+    """Return what a recorded failure tells of a run's end: which rank failed and why, and what to do next."""
     kind = failure.kind
     next_steps = [kind.next_step]
     if failure.repeated and failure.step is not None and kind.fault == "code":

@@ -134,7 +134,7 @@ def no_run(folder: Path) -> UserError:
 
 
 def run_within(folder: Path) -> str:
-    """Return the end of a message, "; did you mean FOLDER/run?", if that is a run; otherwise ""."""
+    """Return "; did you mean FOLDER/run?", to be put at the end of an error message, or "" if that is no run."""
     inner = folder / "run"  # as `electra-dist init` sets it
     return f"; did you mean {inner}?" if is_run_folder(inner) else ""
 
@@ -235,15 +235,18 @@ def check_run_folder(run_dir: Path, identity: Mapping[str, Any], accept_new_nume
     # Keys of the config are compared before the digests that depend on them, so that the message names such a key if
     # one differs. `check_numerics` judges the numerics.
     digests = ("phase_fingerprints", "corpus_fingerprint")
-    for key in (*(key for key in recorded if key not in digests), *digests, *identity):
+    keys = [key for key in recorded if key not in digests]
+    for key in (*keys, *digests, *identity):
         difference = first_difference(recorded.get(key), identity.get(key), key)
-        if difference is not None and key != "numerics":
-            longer = "; a longer training is a new run, which may begin with these weights (train.init_from)"
-            raise UserError(
-                f"run_dir {run_dir} holds a run of another config or corpus ({difference.key} was {difference.old}, "
-                f"is {difference.new}); set another run_dir, or restore the old value to continue that run"
-                f"{longer if difference.key == 'train.num_steps' else ''}"
-            )
+        if difference is None or key == "numerics":
+            continue
+        advice = "set another run_dir, or restore the old value to continue that run"
+        if difference.key == "train.num_steps":
+            advice += "; a longer training is a new run, which may begin with these weights (train.init_from)"
+        raise UserError(
+            f"run_dir {run_dir} holds a run of another config or corpus ({difference.key} was {difference.old}, is "
+            f"{difference.new}); {advice}"
+        )
     check_numerics(run_dir, identity["numerics"], accept_new_numerics)
 
 

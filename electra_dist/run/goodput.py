@@ -137,10 +137,10 @@ def _queue_and_boot_of_starts(starts: Sequence[Start], links: Sequence[Link]) ->
 
 
 def _queue_and_boot(links: Sequence[Link], previous_end: float, process_began: float) -> tuple[float, float]:
-    """Return the seconds in Slurm's queue and the seconds to boot of one start, to which the jobs `links` have led.
+    """Return the seconds in Slurm's queue and the seconds to boot of one start of the run.
 
-    The queue seconds of all these jobs are added up; booting is from the begin of the last job to the process. The
-    start before ended at `previous_end`, and the process of this one began at `process_began` (Unix seconds).
+    `links` are the jobs that led to this start. Their seconds in the queue are added up. Booting lasts from the begin
+    of the last job to `process_began`. The start before ended at `previous_end`. Both are Unix seconds.
     """
     queue_s = 0.0
     boot_s = 0.0

@@ -155,9 +155,9 @@ class Heartbeat:
 
 
 def read_heartbeats(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
-    """Return the newest heartbeats of `ranks` (None: of all ranks), sorted by rank.
+    """Return the newest heartbeats of `ranks` (None: of all ranks), sorted by rank; unreadable ones are left out.
 
-    A heartbeat may be of an earlier start, which its `attempt` tells.
+    A heartbeat may be left from an earlier start of the run; its `attempt` is the number of that start.
     """
     folder = Path(run_dir) / HEARTBEAT_DIR
     paths: Iterable[Path] = folder.glob("rank-*.json")
@@ -323,7 +323,7 @@ def _silence_among_others(
 
 
 def _may_wait_for(beat: Beat, other: Beat) -> bool:
-    """Return whether a rank may wait for `other`, because that waits for storage, or is neither done nor ahead."""
+    """Return whether a rank may wait for `other`: one that waits for storage, or is not done and has no more steps."""
     # The heartbeats of a rank in phase "storage" may come late, so it counts in any case.
     return other.phase == "storage" or (other.phase != "done" and other.step <= beat.step)
 

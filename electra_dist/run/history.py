@@ -161,7 +161,7 @@ class Link:
 
     @property
     def submitted_and_began(self) -> tuple[float, float]:
-        """Return the Unix times at which the job was submitted and began; for a missing one, the next known time."""
+        """Return the Unix times of the job's submission (if unknown: its begin) and begin (if unknown: its record)."""
         began = _unix_s(self.begin.started, self.begin.unix_s)
         return _unix_s(self.begin.submitted, began), began
 
@@ -213,8 +213,10 @@ def newest_ending(ledger: Sequence[LedgerEvent]) -> Ending | None:
 
 
 def run_state(ledger: Sequence[LedgerEvent], evidence: RunEvidence) -> State:
-    """Classify a run by the first of these that decides: "done" in its ledger, Slurm's queue, a start that has
-    recorded nothing yet, the ledger's last event, and its newest sign of life.
+    """Classify a run by its ledger and by what else is known of it.
+
+    The first of these decides: "done" in the ledger, Slurm's queue, a start that has recorded nothing yet, the
+    ledger's last event, the newest sign of life.
 
     A run is "stopped" on request or for lack of storage, and "dead" after a fault or after too long a silence. Without
     a job in Slurm and without a recorded end, it counts as living until its owner is known to have ended, or until its

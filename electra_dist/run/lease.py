@@ -292,9 +292,9 @@ class HeldLease(NamedTuple):
 
 
 def read_owner(run_dir: Path) -> HeldLease | None:
-    """Return who holds the lease of a run folder, or has died with it.
+    """Return who holds the lease of a run folder, even if that process has died without releasing it.
 
-    Returns None if it is released, was never taken, or its file is damaged.
+    None if the lease is released, was never taken, or its file is damaged.
     """
     with readable(run_dir / LEASE_DIR):
         newest = find_newest(run_dir / LEASE_DIR)

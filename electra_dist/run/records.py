@@ -132,7 +132,7 @@ class JsonlFile:
     def flush(self) -> None:
         """Write the records that the disk has refused so far, if any. Raises StoreAway if the disk refuses again.
 
-        If `replace` has closed the file, open it again first.
+        A file that `replace` has closed is opened again.
         """
         valid_bytes = self._valid_bytes
         try:
