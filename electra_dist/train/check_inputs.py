@@ -43,7 +43,7 @@ from electra_dist.tokenizer import Vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """Checked inputs of a run: the corpora to train and evaluate on, the vocabulary, and what the user accepts."""
+    """Checked inputs of a run: config, corpora, vocabulary, identity, checkpoint stores, and what the user accepts."""
 
     config: Config  # with what the inputs decide: the size of the vocabulary, the digest of a frozen generator
     notes: list[str]  # log lines about what the inputs have decided

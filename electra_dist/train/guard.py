@@ -167,7 +167,7 @@ class SkipList:
         return first, stopped
 
     def _skip(self, steps: Iterable[int]) -> None:
-        """Skip steps because of a bad loss; `write` records only such steps."""
+        """Add steps to those that the run skips because of a bad loss, which `write` records."""
         self.stopped |= set(steps)
         self.steps |= self.stopped
 

@@ -181,7 +181,7 @@ def _build(
     lease: RunLease | None,
     notes: list[str],
 ) -> Start:
-    """Build the model and the engine, and write the files that describe the run. Collective; adds to `notes`."""
+    """Build model and engine, and write the files that describe the run. Adds log lines to `notes`. Collective."""
     run_dir = Path(config.run_dir)
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if inputs.from_scratch:

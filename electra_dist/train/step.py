@@ -153,6 +153,11 @@ class TrainStep:
         find_fault: Callable[[float], str],
     ) -> StepResult:
         """Update the weights unless `find_fault` reports a fault; return the step's result. Collective."""
+        learning_rate, generator_learning_rate = learning_rates
+        scaler = self._engine.loss_scale
+        loss_scale = None if scaler is None else scaler.cur_scale
+        # The engine copies these numbers to the host together with the norm, so that the host waits only once.
+        numbers = StepNumbers([sum_K, totals])
         fault = ""
 
         def accept() -> bool:
@@ -160,11 +165,6 @@ class TrainStep:
             fault = find_fault(self.judged_loss(Sums(*numbers.values[0])))
             return not fault
 
-        scaler = self._engine.loss_scale
-        loss_scale = None if scaler is None else scaler.cur_scale
-        learning_rate, generator_learning_rate = learning_rates
-        # The engine copies these numbers to the host together with the norm, so that the host waits only once.
-        numbers = StepNumbers([sum_K, totals])
         grad_norm, is_updated = self._engine.step(learning_rate, accept, generator_learning_rate, numbers=numbers)
         sums_on_host, [num_rows, digest, *flags] = numbers.values
         sums = Sums(*sums_on_host)

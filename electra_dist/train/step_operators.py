@@ -148,7 +148,7 @@ def product_shapes(events: Iterable[torch.autograd.profiler_util.FunctionEvent])
 def products_alone_s(shapes: Counter[ProductShape], device: torch.device, dtype: torch.dtype) -> float:
     """Return the seconds that matrix products take one after another with nothing between them.
 
-    `shapes` says how often each product occurs. Each is timed three times, and its fastest time counts so often.
+    `shapes` says how often each product occurs: its fastest time out of three is multiplied by this number.
     """
     total_s = 0.0
     for (left_shape, right_shape), count in shapes.items():
