@@ -316,8 +316,7 @@ class Engine:
         self._numbers = StepNumbers() if numbers is None else numbers
         # At stage 0 DeepSpeed clips the gradients in place and does not report the norm, so it is computed here.
         if self.zero_stage == 0:
-            self._unscale_unpartitioned_gradients()
-            self._norm = self._numbers.read_with(self._unpartitioned_grad_norm())
+            self._norm = self._numbers.read_with(self._unscaled_grad_norm())
         if self._tower_clipping is not None:
             gradient_scale = 1.0
             if self.loss_scale is not None and self.zero_stage > 0:
@@ -356,17 +355,13 @@ class Engine:
             self._tower_clipping.apply(self._base_optimizer.param_groups)
         self._update()
 
-    def _unscale_unpartitioned_gradients(self) -> None:
-        if self.loss_scale is None:
-            return
-        parameters = self.deepspeed.module.parameters()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(gradients, 1.0 / self.loss_scale.cur_scale)
-
-    def _unpartitioned_grad_norm(self) -> torch.Tensor:
+    def _unscaled_grad_norm(self) -> torch.Tensor:
+        """Divide the gradients of stage 0 by the loss scale, if there is one, and return their norm."""
         # After the last `backward` of a step every rank has the whole, reduced gradients.
         parameters = self.deepspeed.module.parameters()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.loss_scale is not None:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.cur_scale)
         return torch.nn.utils.get_total_norm(gradients)
 
     def train(self, mode: bool = True) -> None:

@@ -128,7 +128,7 @@ class GradientSums:
         self._targets.append(target_of_parameter)
 
     def _offer_sums(self, group: int, parameters: Sequence[Any]) -> None:
-        """Give each matrix of a parameter group a `GradientSum`, to which products add its gradient directly."""
+        """Let the products that compute the gradients of a group's matrices add them to the fp32 sums directly."""
         for index, parameter in enumerate(parameters):
             if parameter.dim() == 2:
                 count = functools.partial(self._count_product, group, index)
@@ -222,7 +222,7 @@ class GradientSums:
 
 
 def _divide(parameters: Sequence[torch.Tensor], most_elements: int) -> list[list[torch.Tensor]]:
-    """Divide parameters into runs of neighbours with at most `most_elements`, or with one larger parameter."""
+    """Divide parameters into runs of neighbours: of at most `most_elements` elements, or of one larger parameter."""
     runs: list[list[torch.Tensor]] = []
     num_elements = 0  # of the newest run
     for parameter in parameters:

@@ -59,7 +59,7 @@ def with_micro_batch(
 
     A size that an earlier start of the run has stored in the run folder is taken. Otherwise the size is measured with
     a copy of `module`, the objective on the host with its final settings, and rank 0 stores it. `predict_rows`
-    estimates how many rows fit on a GPU, which are tried first; None stands for 16. UserError: not even one row fits.
+    estimates how many rows fit on a GPU, which are tried first; None stands for 16. UserError if no row fits.
     """
     key = f"{device.type}, {_device_name(device)}, {dist.get_world_size()} ranks"
     file = Path(config.run_dir) / MICRO_BATCH_FILE

@@ -78,7 +78,7 @@ def share_cores(ranks_on_node: int) -> None:
 
 
 def local_device() -> torch.device:
-    """Return this rank's device: the CPU, or GPU number LOCAL_RANK, made torch's current GPU; UserError without it."""
+    """Return this rank's device: the CPU, or GPU LOCAL_RANK, which becomes the current one. UserError without it."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = rank_place().local_rank

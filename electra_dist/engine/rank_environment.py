@@ -75,7 +75,7 @@ def check_device(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def whole_number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Return an environment variable as a number from 0 to 999999999, `default` if it is unset; else UserError."""
+    """Return the number in a variable, 0 to 999999999, or `default` if it is unset; UserError for any other text."""
     text = environment.get(name)
     if text is None:
         return default
