@@ -238,7 +238,7 @@ class Comparison:
         )
 
     def _due_measures(self, run: PlannedRun, step: int) -> list[Measure]:
-        """Return the measures by which a run's checkpoint at `step` is scored; some score the first and last only."""
+        """Return the measures that score a run's checkpoint at `step`; some score only the first and the last one."""
         is_first_or_last = step in (0, run.marks[-1])
         return [
             measure

@@ -103,7 +103,7 @@ def _plan_run(
 
 
 def _scaled_schedule(config: Config, num_steps: int) -> dict[str, int | None]:
-    """Return the keys of warm-up and decay so that both are as large parts of `num_steps` as they are of the config's.
+    """Return the config's keys of warm-up and decay, scaled from its own number of steps to `num_steps`.
 
     Where rounding would make warm-up and decay longer than the run, the decay is shorter.
     """

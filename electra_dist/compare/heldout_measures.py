@@ -25,7 +25,7 @@ from electra_kernels.operation_types import SpecialIds
 from electra_kernels.slots import is_candidate
 from typing_extensions import override
 
-from electra_dist.compare.comparison_config import CONTEXT_AUC, DETECTION, CompareConfig
+from electra_dist.compare.comparison_config import CONTEXT_AUC, DETECTION, CompareConfig, Criterion
 from electra_dist.compare.comparison_plan import Plan
 from electra_dist.compare.measures import LoadGenerator, Measure
 from electra_dist.config import ObjectiveConfig
@@ -201,14 +201,18 @@ def open_heldout_measures(compare: CompareConfig, file: Path, plan: Plan, heldou
     if compare.detection:
         detection = DetectionMeasure(heldout)
         if compare.criterion is not None and DETECTION in metrics:
-            for entry in (compare.criterion.arm, compare.criterion.baseline):
-                if not detection.applies_to(plan.of(entry)[0].config.objective):
-                    raise UserError(
-                        f"{file}: criterion.metrics: {entry} has no score `{DETECTION}`, because it does not train a "
-                        f"generator and a discriminator; remove the metric"
-                    )
+            _check_criterion(compare.criterion, detection, plan, file)
         measures.append(detection)
     return measures
+
+
+def _check_criterion(criterion: Criterion, detection: DetectionMeasure, plan: Plan, file: Path) -> None:
+    for entry in (criterion.arm, criterion.baseline):
+        if not detection.applies_to(plan.of(entry)[0].config.objective):
+            raise UserError(
+                f"{file}: criterion.metrics: {entry} has no score `{DETECTION}`, because it does not train a "
+                f"generator and a discriminator; remove the metric"
+            )
 
 
 def first_blocks(corpora: Corpora, num_rows: int, progress: Progress = quiet) -> Iterator[np.ndarray]:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from electra_dist.compare.comparison_config import MINIMAL_PAIRS, CompareConfig, TaskEntry
 from electra_dist.compare.comparison_plan import PlannedRun
-from electra_dist.config import ObjectiveConfig
+from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
 from electra_dist.finetune.finetune_config import FinetuneConfig, settings_for
@@ -217,21 +217,9 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, run: Pl
     decide the default settings of fine-tuning.
     """
     measures: list[Measure] = []
-    model = run.config.model
     for name, entry in compare.tasks.items():
         try:
-            if entry.how in ("tags", "heads"):
-                measures.append(TreebankMeasure(name, _treebank_folder(entry), entry.how, entry))
-                continue
-            task = _open_task(name, entry, glue)
-            overrides = [f"{key}={json.dumps(value)}" for key, value in entry.set.items()]
-            settings = settings_for(
-                task=entry.task or name,
-                width=model.discriminator.hidden_size,
-                max_positions=model.max_positions,
-                overrides=overrides,
-            )
-            measures.append(TaskMeasure(name, task, entry, settings))
+            measures.append(_open_measure(name, entry, glue, run.config.model))
         except UserError as error:
             raise UserError(f"{file}: tasks.{name}: {error}") from None
     if compare.minimal_pairs is True:
@@ -243,6 +231,19 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, run: Pl
         except UserError as error:
             raise UserError(f"{file}: minimal_pairs: {error}") from None
     return measures
+
+
+def _open_measure(name: str, entry: TaskEntry, glue: Path | None, model: ModelConfig) -> Measure:
+    if entry.how in ("tags", "heads"):
+        return TreebankMeasure(name, _treebank_folder(entry), entry.how, entry)
+    task = _open_task(name, entry, glue)
+    settings = settings_for(
+        task=entry.task or name,
+        width=model.discriminator.hidden_size,
+        max_positions=model.max_positions,
+        overrides=[f"{key}={json.dumps(value)}" for key, value in entry.set.items()],
+    )
+    return TaskMeasure(name, task, entry, settings)
 
 
 def _treebank_folder(entry: TaskEntry) -> Path:

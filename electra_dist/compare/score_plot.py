@@ -194,7 +194,7 @@ def _draw_panel(
 
 
 def _is_scored_over_time(rows: Sequence[ScoreRow]) -> bool:
-    """Return whether an objective has several rows; the FLOPs of objectives differ by up to half a step."""
+    """Return whether an objective was scored after several numbers of steps; also True if there is no row yet."""
     entries = [row.entry for row in rows]
     return not entries or len(set(entries)) < len(entries)
 

@@ -121,9 +121,9 @@ def difference_text(difference: Difference | None) -> str:
 
 
 def difference_title(task: str, other: str, baseline: str) -> str:
-    """Return the title of a column of differences on a task, which names the objective `other` that is subtracted.
+    """Return the title of a task's column in a table of differences to `baseline`, such as "rte".
 
-    It does not name the `baseline` of the table, from which most differences are taken.
+    If another objective is subtracted in this column, the title names it: "detection (minus electric)".
     """
     return task if other == baseline else f"{task} (minus {other})"
 
@@ -154,8 +154,8 @@ def difference_rows(
 ) -> list[list[str]]:
     """Return the titles of a table of differences, then a row of texts for each objective but the baseline.
 
-    The arguments are those of `differences_to`, and what it returns. The title of a task with another baseline names
-    that.
+    `differences` are what `differences_to` returns for the other arguments. A row has a text for each task in
+    `baseline_of`, "-" where there is no difference.
     """
     difference_of = {(difference.entry, difference.task): difference for difference in differences}
     titles = [difference_title(task, other, baseline) for task, other in baseline_of.items()]

@@ -16,7 +16,6 @@ This module uses the character offsets of the tokens instead, which are exact.
 
 from __future__ import annotations
 
-import itertools
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,17 +136,14 @@ def read_squad(file: Path, version: int, unique_ids: bool = False, is_marked: bo
     except DamagedJson as error:
         raise _other_format(file, version, str(error)) from None
     result = SquadFile([], [], {})
-    has_marks = is_marked  # whether a question tells by `is_impossible` that it has no answer, as in version 2
+    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
     number = 0
     ids: set[str] = set()
-    for paragraph in itertools.chain.from_iterable(article["paragraphs"] for article in articles):
-        passage_number = len(result.passages)
+    for passage_number, paragraph in enumerate(paragraphs):
         passage_text = _text_or_none(paragraph["context"])
         result.passages.append(passage_text or "")
         for entry in paragraph["qas"]:
             number += 1
-            if isinstance(entry, dict) and "is_impossible" in entry:
-                has_marks = True
             try:
                 question = _parse_question(entry, passage_number, passage_text, version)
                 if unique_ids and question.id in ids:
@@ -160,9 +156,15 @@ def read_squad(file: Path, version: int, unique_ids: bool = False, is_marked: bo
     if not result.questions:
         reasons = "".join(f", {len(numbers)} left out because {reason}" for reason, numbers in result.left_out.items())
         raise UserError(f"{file}: no questions{reasons}; replace it with a SQuAD {version} file that has some")
-    if version == 2 and not has_marks and all(question.answers for question in result.questions):
+    needs_marks = version == 2 and not is_marked and all(question.answers for question in result.questions)
+    if needs_marks and not any(_is_marked(entry) for paragraph in paragraphs for entry in paragraph["qas"]):
         raise _other_format(file, version, "no key 'is_impossible'")
     return result
+
+
+def _is_marked(entry: object) -> bool:
+    """Return whether an entry of a file says by `is_impossible`, as in version 2, whether it has an answer."""
+    return isinstance(entry, dict) and "is_impossible" in entry
 
 
 def _other_format(file: Path, version: int, reason: str) -> UserError:

@@ -99,13 +99,13 @@ def run_all(
         make_folder(output)
     store = ScoreStore(output / RESULTS_FILE)
     results: dict[tuple[str, int], Measured] = {}
-    jobs = []
+    jobs: list[SeedJob] = []
     for task, settings in work_of.values():
         task_identity = identity(encoder, task, settings, mode)
         model_dir = model_dirs.get(task.name)
         if model_dir is not None:
             check_folder(model_dir, task_identity, task.name)
-        is_new = False  # whether a seed of the task must be computed
+        missing = []
         for seed in task_seeds:
             folder = None if model_dir is None else model_dir / seed_dir(seed)
             earlier_result = store.find(task_identity, seed)
@@ -113,9 +113,9 @@ def run_all(
                 note(_result_line(earlier_result, "already there"))
                 results[task.name, seed] = earlier_result
             else:
-                jobs.append(SeedJob(task=task.name, seed=seed, identity=task_identity, folder=folder))
-                is_new = True
-        if is_new:
+                missing.append(SeedJob(task=task.name, seed=seed, identity=task_identity, folder=folder))
+        jobs += missing
+        if missing:
             ids = task.examples(encoder, settings).ids
             for remark in _remarks_on_unknown_tokens(encoder, task, settings, ids):
                 note(remark)

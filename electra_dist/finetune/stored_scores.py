@@ -50,7 +50,7 @@ class ItemResults:
         return cls(hits=packed, kind_sizes=[len(hits) for hits in hits_by_kind])
 
     def in_unit(self, factor: float) -> ItemResults:
-        """Return the results of a score in another unit, times `factor`; what is right or wrong stays so."""
+        """Return these results for the score times `factor`, such as 100 for per cent; hits stay as they are."""
         return dataclasses.replace(self, resamples=[factor * value for value in self.resamples])
 
     def is_hit(self) -> np.ndarray:
@@ -122,7 +122,7 @@ class ScoreStore:
             self._scores[measured.identity, measured.seed] = measured
 
     def find(self, identity: str, seed: int) -> Measured | None:
-        """Return the newest stored score of this seed, whose `identity` is the digest of all else, or None."""
+        """Return the newest stored score with this seed and `identity` (the digest of all else), or None."""
         return self._scores.get((identity, seed))
 
     def add(self, measured: Measured, checkpoint: Mapping[str, Any] | None = None) -> None:

@@ -206,9 +206,7 @@ def fit(
             if step % _CHECK_EVERY == 0 or is_last:
                 _check_finite(losses)
             progress(activity, step + 1, num_steps)
-            rows_before, rows_after = step * settings.batch, (step + 1) * settings.batch
-            is_end_of_epoch = rows_after // len(examples.ids) > rows_before // len(examples.ids)
-            if best is not None and (is_end_of_epoch or is_last):
+            if best is not None and (is_last or _ends_epoch(step, settings.batch, len(examples.ids))):
                 _check_finite(losses)
                 best.update()
                 if best.num_worse >= settings.early_stopping:
@@ -217,6 +215,11 @@ def fit(
         best.restore()
     num_averaged = max(1, num_steps // 10)
     return Trained(float(torch.stack(losses[-num_averaged:]).mean()), len(losses))
+
+
+def _ends_epoch(step: int, batch: int, num_examples: int) -> bool:
+    """Return whether step `step` (from 0), of `batch` rows, takes the last row of a pass over the examples."""
+    return (step + 1) * batch // num_examples > step * batch // num_examples
 
 
 class _BestWeights:

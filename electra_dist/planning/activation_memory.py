@@ -71,23 +71,22 @@ def activation_bytes_per_row(
     activations at a time.
     """
     value_bytes = 4 if precision == "fp32" else 2
-    # All numbers are bytes per token: what a network keeps, and with it what the backward pass of a layer adds.
+    # These are bytes per token: what a network keeps, and the peak, which a layer's backward pass reaches above that.
     discriminator = _kept_bytes(model, model.discriminator, model.embedding_size, recompute, value_bytes)
     discriminator += value_bytes * _discriminator_head_values(model, objective, seq_len)
-    discriminator_peak = discriminator + value_bytes * _layer_gradient_values(model, model.discriminator, recompute)
-    generator = 0.0
-    generator_peak = 0.0
+    peak = discriminator + value_bytes * _layer_gradient_values(model, model.discriminator, recompute)
     if objective.trains_generator:
         num_networks = 2 if objective.facts.has_cloze_generator else 1
         width = model.generator_embedding_width
         generator = num_networks * _kept_bytes(model, model.generator, width, recompute, value_bytes)
         generator += value_bytes * _generator_head_values(model, objective, seq_len)
-        generator_peak = generator + value_bytes * _layer_gradient_values(model, model.generator, recompute)
-    if objective.generator_only_steps:
-        # The generator trains alone first; later it is frozen and keeps nothing.
-        peak = max(generator_peak, discriminator_peak)
-    else:
-        peak = generator + discriminator_peak
+        if objective.generator_only_steps:
+            # The generator trains alone first; later it is frozen and keeps nothing.
+            generator_peak = generator + value_bytes * _layer_gradient_values(model, model.generator, recompute)
+            peak = max(peak, generator_peak)
+        else:
+            # The generator's activations are kept while the discriminator's layers run backward.
+            peak += generator
     # FlashAttention, which a GPU takes in 16 bits, needs no bias of [seq_len, seq_len] in every row.
     has_bias = precision == "fp32" or objective.facts.has_cloze_generator
     attention_bias = seq_len * value_bytes if has_bias else 0

@@ -2,8 +2,8 @@
 
 Guarantee: the predictions equal those that fine-tuning writes for the same examples, and those of the pipelines of
 transformers, whose model class computes them. Texts are cut to the `max_length` of the training or, for a model of
-another program, to its number of positions, at most 512. Model and file are read and checked before torch or
-transformers is imported.
+another program, to its number of positions, at most 512. The file is read and checked before torch or transformers is
+imported.
 
 Predictions are JSON objects, one for each text, sentence or question, or rows of a table, one for each text, word or
 question. Where the file has labels that the model knows, they are scored with the metrics of fine-tuning.
@@ -16,9 +16,8 @@ import hashlib
 import io
 import itertools
 import json
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,16 +25,14 @@ import numpy as np
 
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
-from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
 from electra_dist.finetune.labelled_texts import LabelTargets, Texts, count_names, list_names, texts_of
 from electra_dist.finetune.passage_windows import Question, SquadFile, read_squad
 from electra_dist.finetune.squad_task import find_answers, score_answers
 from electra_dist.finetune.tagging_task import are_bio_tags, remarks_on_tags, spans_of, tag_metrics, word_outputs
 from electra_dist.finetune.text_task import encode_texts, row_outputs, text_metrics
 from electra_dist.finetune.word_files import read_words
-from electra_dist.run.folder import is_run_folder
+from electra_dist.scoring.tuned_model import TunedModel
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
-from electra_dist.store.json_file import DamagedJson, parse_json_object
 from electra_dist.tables import (
     TABLE_SUFFIXES,
     JsonLine,
@@ -47,13 +44,10 @@ from electra_dist.tables import (
 )
 
 if TYPE_CHECKING:
-    from electra_dist.finetune.models import TaskModel
     from electra_dist.finetune.training_loop import Progress
     from electra_dist.pretrained.encoder import Pretrained
 
 Row = dict[str, Any]
-_LABELS_OF_DETECTION = {"0": "REPLACED"}  # of an untuned ModernBERT discriminator, which has a class for tags
-_KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
 class Predictions(NamedTuple):
@@ -74,93 +68,6 @@ class Predictions(NamedTuple):
         writer.writeheader()
         writer.writerows(self.rows)
         return out.getvalue()
-
-
-class TunedModel:
-    """Fine-tuned model in a folder, with its task and its labels; its weights are loaded by `load`."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read config.json and finetune.json of a model; an output folder of fine-tuning stands for its best seed.
-
-        Raises UserError if the folder holds no model for a task that is predicted.
-        """
-        if not (folder / "config.json").exists() and (folder / "best" / "config.json").exists():
-            folder = folder / "best"
-        self.folder = folder
-        is_model = (folder / "config.json").exists()
-        if not is_model and (finished := [file.parent for file in sorted(folder.glob("seed-*/config.json"))]):
-            raise UserError(
-                f"{folder}: its fine-tuning has not finished; run the finetune command again, or use {finished[0]}"
-            )
-        is_untuned = not is_model and (is_run_folder(folder) or (folder / "discriminator" / "config.json").exists())
-        if folder.is_dir() and not is_model and not is_untuned:
-            raise UserError(
-                f"{folder}: holds no tuned model; if its fine-tuning was interrupted, run the finetune command again, "
-                f"otherwise name the folder of a tuned model"
-            )
-        self.config = {} if is_untuned else _read_json(folder / "config.json")
-        architecture = str((self.config.get("architectures") or [""])[0])
-        is_untuned |= architecture.endswith(("ForPreTraining", "ForMaskedLM"))
-        if is_untuned or self.config.get("id2label") == _LABELS_OF_DETECTION:
-            raise UserError(
-                f"{folder}: a pretrained model, which knows no task; tune it first: electra-dist finetune "
-                f"--model {shlex.quote(str(folder))} --data TEXTS.csv --output tuned"
-            )
-        kinds = [kind for kind in _KINDS if architecture.endswith(f"For{kind}")]
-        if not kinds or self.config.get("problem_type") == "multi_label_classification":
-            raise UserError(
-                f"{folder}: not a model for a task that is predicted ({architecture or 'no architecture'}); name a "
-                f"model that `electra-dist finetune` has written, or one of transformers for {', '.join(_KINDS)}"
-            )
-        self.kind = kinds[0]
-        names = self.config.get("id2label") or {}
-        self.labels = tuple(str(names[number]) for number in sorted(names, key=int)) or ("LABEL_0", "LABEL_1")
-        if self.config.get("problem_type") == "regression" and len(self.labels) > 1:
-            raise UserError(
-                f"{folder}: a regression of {len(self.labels)} numbers for each text; only models of one number are "
-                f"predicted"
-            )
-        record_file = folder / "finetune.json"
-        record = _read_json(record_file) if record_file.exists() else {}
-        self.data: Mapping[str, Any] = record.get("data") or {}
-        self.columns: Mapping[str, str | None] = self.data.get("columns") or {}  # of the training data
-        self._settings: Mapping[str, Any] | None = record.get("settings")
-
-    def shown_metric(self, name: str) -> str:
-        """Return the name of a metric for people, as `LabelTargets` does."""
-        has_classes = self.kind == "SequenceClassification" and len(self.labels) > 1
-        return LabelTargets(self.labels).shown_metric(name) if has_classes else name
-
-    def load(self) -> tuple[Pretrained, TaskModel, FinetuneConfig]:
-        """Load the encoder, of which the tokenizer is used, the model in evaluation mode, and its settings.
-
-        The model is on the GPU if there is one. Raises UserError if transformers is not installed.
-        """
-        from electra_dist.optional_packages import missing_packages
-
-        try:
-            import transformers
-        except ImportError:
-            raise missing_packages("predicting", "finetune") from None
-        from electra_dist.finetune.models import Classifier, HuggingFaceNetwork, LinearSpanModel, Tagger
-        from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
-        from electra_dist.pretrained.hf import family_of
-
-        transformers.utils.logging.disable_progress_bar()
-        encoder = load_pretrained(str(self.folder))
-        most = encoder.model.max_positions
-        if self._settings is None:
-            settings = settings_for("", encoder.tower.hidden_size, most, [f"max_length={min(most, 512)}"])
-        else:
-            settings = check_overrides((), self._settings)
-        hf_model = getattr(transformers, f"AutoModelFor{self.kind}").from_pretrained(self.folder).float()
-        network = HuggingFaceNetwork(hf_model, encoder.special, family_of(encoder.model))
-        model: TaskModel
-        if self.kind == "QuestionAnswering":
-            model = LinearSpanModel(network, encoder.special, settings.beam)
-        else:
-            model = (Classifier if self.kind == "SequenceClassification" else Tagger)(network, encoder.special)
-        return encoder, model.to(device_of_choice()).eval(), settings
 
 
 Predict = Callable[["Progress"], Predictions]
@@ -191,27 +98,16 @@ def open_predictions(
 def _open(
     model: TunedModel, file: Path, text_a: str | None, text_b: str | None, label: str | None, delimiter: str | None
 ) -> tuple[Sequence[str], Predict]:
-    """Read a file as `open_predictions`; return remarks on it for the user, and the function that predicts."""
+    """Read a file as `open_predictions` does; return remarks on it for the user, and the function that predicts."""
     suffix = file.suffix.lower()
     is_table = suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
-    named = _Columns(text_a, text_b, label)
     if model.kind == "QuestionAnswering":
         questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
         return questions.remarks(file), lambda progress: _predict_answers(model, questions, progress)
     if model.kind == "TokenClassification" and (not is_table or (suffix == ".tsv" and text_a is None)):
-        with readable(file):
-            words, tags = read_words(file)
-        notes = remarks_on_texts(str(file), map(" ".join, words))
-        all_tags = list(itertools.chain.from_iterable(tags or ()))
-        if all_tags and not set(all_tags) & set(model.labels):
-            found, known = count_names(all_tags), list_names(model.labels)
-            notes.append(f"{file}: no tag ({found}) is one of the model's ({known}), so none is scored")
-            tags = None
-        else:
-            notes += remarks_on_tags(file, tags or (), model.labels)
-        return notes, lambda progress: _predict_tags(model, words, tags, progress)
+        return _open_words(model, file)
     table = read_table(file, delimiter) if is_table else _read_lines(file)
-    columns = _columns_of(model, table, named)
+    columns = _columns_of(model, table, _Columns(text_a, text_b, label))
     texts = _read_texts(table, columns)
     nothing = "what is predicted for them means nothing"
     notes = [*texts.remarks(), *texts.remarks_on_empty(range(len(texts.a)), "index", nothing)]
@@ -219,7 +115,7 @@ def _open(
         words = [tuple(text.split()) for text in texts.a]
         return notes, lambda progress: _predict_tags(model, words, None, progress)
     trained_column = model.columns.get("text_a")
-    if is_table and named.text_a is None and trained_column not in (None, columns.text_a):
+    if is_table and text_a is None and trained_column not in (None, columns.text_a):
         notes.append(
             f"{file}: there is no column `{trained_column}`, so the text is the column `{columns.text_a}`; name "
             f"another one with --text-a, or the file .txt if it has no header and one text on each line"
@@ -241,12 +137,19 @@ def _open(
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        with readable(file, "name the folder of a tuned model"):
-            return parse_json_object(read_regular(file))
-    except DamagedJson as error:
-        raise UserError(f"{file}: not JSON ({error}); copy or write the model again") from None
+def _open_words(model: TunedModel, file: Path) -> tuple[Sequence[str], Predict]:
+    """Read a file of words, with or without tags; return what `_open` does."""
+    with readable(file):
+        words, tags = read_words(file)
+    notes = remarks_on_texts(str(file), map(" ".join, words))
+    all_tags = list(itertools.chain.from_iterable(tags or ()))
+    if all_tags and not set(all_tags) & set(model.labels):
+        found, known = count_names(all_tags), list_names(model.labels)
+        notes.append(f"{file}: no tag ({found}) is one of the model's ({known}), so none is scored")
+        tags = None
+    else:
+        notes += remarks_on_tags(file, tags or (), model.labels)
+    return notes, lambda progress: _predict_tags(model, words, tags, progress)
 
 
 class _Columns(NamedTuple):

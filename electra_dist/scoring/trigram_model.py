@@ -43,7 +43,7 @@ class _Counts(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Counts for n-grams of one length."""
+    """Counts of the n-grams of one length, and of their contexts (all but the last token)."""
 
     sequences: _Counts  # of each n-gram
     contexts: _Counts  # of each context, which is an n-gram without its last token
@@ -55,10 +55,11 @@ class _Order(NamedTuple):
         return cls(sequences, _Counts.of(contexts, sequences.counts), _Counts.of(contexts))
 
     def probability(self, sequence: np.ndarray, context: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """Return the probability of the last token of each n-gram after its context, by absolute discounting.
+        """Return the probability of each n-gram's last token after the tokens before it, by absolute discounting.
 
-        `sequence` and `context` are keys of the n-grams and their contexts. What the discounts take away in a context
-        is distributed by `lower`, the probabilities by shorter n-grams, which also serve for an unknown context.
+        `sequence` has the keys of the n-grams, `context` those of the n-grams without the last token. Every count is
+        lowered by `_DISCOUNT`; what this takes away in a context is distributed in proportion to `lower`, the
+        probabilities by shorter n-grams. For a context that was never seen, `lower` itself is returned.
         """
         discounted = np.maximum(self.sequences.find(sequence) - _DISCOUNT, 0.0)
         taken_away = _DISCOUNT * self.followers.find(context)  # once for each different token after the context

@@ -114,7 +114,7 @@ def rtd_losses_reference(
 
 
 class _RtdLosses(torch.autograd.Function):
-    """Loss and logits by Triton or CUDA; for backward it keeps one tensor of size T * H, the dense output."""
+    """Each token's loss and logit by Triton or CUDA kernels; of size T * H, backward needs the dense output only."""
 
     @staticmethod
     def forward(

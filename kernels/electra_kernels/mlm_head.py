@@ -113,10 +113,7 @@ def mlm_head_loss_and_sample(
     if x_MD.device.type != "cpu":
         chunk = _without_small_rest(len(x_MD), chunk)
     weight_M = weight_M.to(torch.promote_types(weight_VD.dtype, torch.float32))
-    product_dtype = weight_VD.dtype
-    under_autocast = x_MD.device.type != "cpu" and torch.is_autocast_enabled("cuda")  # "meta" counts as a GPU
-    if under_autocast and product_dtype == torch.float32:  # products of fp32 are many times slower on a GPU
-        product_dtype = torch.get_autocast_dtype("cuda")
+    product_dtype = _product_dtype(weight_VD)
     loss_sum, best_M, sampled_M = _MlmHead.apply(
         x_MD.to(product_dtype),
         weight_VD.to(product_dtype),
@@ -135,6 +132,17 @@ def mlm_head_loss_and_sample(
         correct_sum=((best_M == target_M) * weight_M).sum(),
         sampled_correct_sum=((sampled_M == target_M) * weight_M).sum(),
     )
+
+
+def _product_dtype(weight_VD: torch.Tensor) -> torch.dtype:
+    """Return the dtype of products with a weight: its own or, for fp32 under autocast on a GPU, that of autocast.
+
+    Products of fp32 are many times slower on a GPU.
+    """
+    under_autocast = weight_VD.device.type != "cpu" and torch.is_autocast_enabled("cuda")  # "meta" counts as a GPU
+    if under_autocast and weight_VD.dtype == torch.float32:
+        return torch.get_autocast_dtype("cuda")
+    return weight_VD.dtype
 
 
 def _without_small_rest(num_rows: int, chunk: int) -> int:

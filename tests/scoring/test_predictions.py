@@ -30,7 +30,8 @@ from electra_dist.finetune.stored_scores import Measured
 from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.export import export_tower, export_towers
-from electra_dist.scoring.predictions import TunedModel, open_predictions
+from electra_dist.scoring.predictions import open_predictions
+from electra_dist.scoring.tuned_model import TunedModel
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")

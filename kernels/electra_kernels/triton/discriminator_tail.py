@@ -99,9 +99,9 @@ def tail_forward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Write the loss, times the mask, and the logit of each token of one program, out_weight . gelu(dense + bias) + b.
+    """Write each token's logit, out_weight . gelu(dense + bias) + out_bias, and its loss times its mask.
 
-    The program handles every P-th tile of BLOCK_T tokens, with P programs in all. With PAIR, the rounding errors of
+    Program p of P handles every P-th tile of BLOCK_T tokens, from tile p on. With PAIR, the rounding errors of
     dense + bias are added to the logit to first order. BLOCK_H is a power of 2 and at least H.
     """
     column = tl.arange(0, BLOCK_H)

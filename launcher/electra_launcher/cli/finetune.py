@@ -322,7 +322,8 @@ def predict(
     FILE. Those for the development data are the ones that `finetune` has written.
     """
     from electra_dist.hub import model_folder
-    from electra_dist.scoring.predictions import TunedModel, open_predictions
+    from electra_dist.scoring.predictions import open_predictions
+    from electra_dist.scoring.tuned_model import TunedModel
     from electra_dist.store.atomic_files import replacing
     from electra_dist.store.url_files import local_copy
 

@@ -129,7 +129,7 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _name_setting(self, error: Any) -> None:
-        """Add to the error about an unknown option, such as --epochs, the setting of this name; if there is one."""
+        """Say in the error of an unknown option, such as --epochs, how to give the setting of this name, if any."""
         from electra_dist.config import Config
         from electra_dist.config.keys import fields, nearest_key
         from electra_dist.finetune.finetune_config import FinetuneConfig

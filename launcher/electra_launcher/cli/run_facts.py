@@ -217,9 +217,9 @@ def _config_file(run: Path, newest_script: Path | None) -> Path:
 
 
 def first_start(run: Path) -> dict[str, Any] | None:
-    """Return the object of `facts` for a run whose first start lives and has recorded no config yet, otherwise None.
+    """Return what `facts` returns, for a run whose first start goes on and has not written its config yet; else None.
 
-    What such a start does not know is None.
+    All that is not known so early is None in the result.
     """
     owner = read_owner(run)
     now = time.time()
@@ -266,10 +266,7 @@ def facts(seen: Gathered) -> dict[str, Any]:
     is_living = seen.state == "living"
     account = goodput(seen.ledger, seen.jobs)
     last, evaluation, checkpoint = seen.last, seen.last_eval, seen.newest_checkpoint
-    # Not every step is logged: the end of the run and the newest save may know a later one.
-    known_by_events = [event.step for event in seen.ledger if event.event == "done"]
-    known_by_events += [event.step for event in seen.ledger[-1:] if event.event in ("checkpoint", "resume", "stop")]
-    step = max([last.step if last else 0, *known_by_events])
+    step = _newest_step(seen)
     starts_by_jobs = links(seen.jobs)
     newest_nodes = starts_by_jobs[-1].begin.nodes.split(",") if starts_by_jobs else []
     nodes_out = [out for out in seen.queue.out if out.node in newest_nodes] if seen.queue else []
@@ -300,6 +297,14 @@ def facts(seen: Gathered) -> dict[str, Any]:
         "excluded_nodes": list(excluded_nodes(seen.strikes, seen.now, expires_s=seen.strike_expires_s)),
         "next": _next_commands(seen, [out.node for out in nodes_out]),
     }
+
+
+def _newest_step(seen: Gathered) -> int:
+    """Return the newest known step of the run; 0 before the first."""
+    # Not every step is logged: the end of the run and the newest save may know a later one.
+    known_by_events = [event.step for event in seen.ledger if event.event == "done"]
+    known_by_events += [event.step for event in seen.ledger[-1:] if event.event in ("checkpoint", "resume", "stop")]
+    return max([seen.last.step if seen.last else 0, *known_by_events])
 
 
 def _remaining_s(seen: Gathered, step: int) -> float | None:

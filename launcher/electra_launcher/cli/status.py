@@ -109,7 +109,7 @@ def _context_auc_lines(seen: Gathered) -> list[str]:
 
 
 def _owner_lines(seen: Gathered) -> list[str]:
-    """Return a line on the process that holds the run folder's lease, or []; the first line names one that died."""
+    """Return a line on the process that has the right to train in the run folder; [] if there is none, or it died."""
     if seen.owner is None or seen.owner.owner_has_ended:
         return []
     age = format_duration(max(0.0, seen.now - seen.owner.renewed))

@@ -176,7 +176,7 @@ def _corpus_parts(store: Store, fingerprint: str | None, temporary: Path) -> Ite
 
 
 def _reading(read: Callable[[], object]) -> Callable[[Advance], list[str]]:
-    """Return a value for `Part.faults` that calls `read`, which raises a UserError if the file is bad."""
+    """Return a function for `Part.faults` that calls `read`, which raises UserError if the file is bad."""
 
     def faults(advance: Advance) -> list[str]:
         read()
@@ -186,7 +186,7 @@ def _reading(read: Callable[[], object]) -> Callable[[Advance], list[str]]:
 
 
 def _found_already(*faults: str) -> Callable[[Advance], list[str]]:
-    """Return a value for `Part.faults` that reads nothing and returns these faults."""
+    """Return a function for `Part.faults` that reads nothing and returns the faults that are known already."""
     return lambda advance: list(faults)
 
 

@@ -319,7 +319,7 @@ def classify_disk(disk_needs: Sequence[Need], free_bytes: int, free_files: int |
 
 
 def _remaining(need: Need) -> Need:
-    """Return what is still needed: the bytes that the folder holds already are subtracted, its files are not."""
+    """Return a need less the bytes that its folder holds already; its number of files stays the same."""
     used_bytes = _used_bytes(need.folder)
     return dataclasses.replace(
         need,

@@ -247,7 +247,7 @@ class _Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read until the rank closes its stderr, even if the supervisor's own fails: the rank would block."""
+        """Read until the rank closes its stderr. If nobody read, the pipe would fill, and the rank would block."""
         descriptor = self._pipe.fileno()
         with self._pipe:
             while True:

@@ -260,7 +260,7 @@ class Supervisor:
         return result
 
     def _record_end_without_save(self, pids: Mapping[int, int], why: str) -> None:
-        """Append the event "crash" to the ledger in place of rank 0, which was killed: the run would seem to live on.
+        """Append the event "crash" to the ledger in place of rank 0, which was killed and could not record its end.
 
         `pids` maps the ranks of this node to their process ids. Only node 0 does so; an unusable disk is ignored.
         """

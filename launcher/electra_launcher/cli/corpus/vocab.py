@@ -129,7 +129,7 @@ def _lines_on_losses(fits: dict[str, TextFit], vocabulary: Vocabulary, lowercase
 
 
 class _NoText(UserError):
-    """Error that no document of some files has a text."""
+    """Error: none of the documents that were read has a text."""
 
 
 class _Training:
@@ -192,7 +192,10 @@ class _Training:
     def _measure(
         self, files: list[InputFile], vocabulary: Vocabulary, lowercase: bool
     ) -> tuple[dict[str, TextFit], list[str]]:
-        """Measure how the vocabulary divides each source's text; return that, and a line for each without a text."""
+        """Measure how the vocabulary divides the text of each source, at most `_MOST_SOURCES` of them.
+
+        Return source -> measures, and an error line for each source in which no document has a text.
+        """
         from electra_dist.corpus.vocabulary import measure_fit
 
         files_of: dict[str, list[InputFile]] = {}
