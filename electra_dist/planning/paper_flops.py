@@ -68,7 +68,7 @@ def _forward(config: Config, tower: TowerConfig, embedding: int, *, detects: boo
 
 
 def _layer(tower: TowerConfig, seq_len: int) -> int:
-    """Return the forward FLOPs per token of one layer, whose terms are those of get_block_flops in the script.
+    """Return the forward FLOPs per token of one layer, as get_block_flops in the paper's flops_computation.py.
 
     A token attends to all tokens of its row.
     """
@@ -85,7 +85,7 @@ def _layer(tower: TowerConfig, seq_len: int) -> int:
 
 
 def _embeddings(hidden: int, embedding: int, vocab: int, seq_len: int) -> int:
-    """Return the forward FLOPs per token of embeddings of width `embedding`, as get_embedding_flops in the script."""
+    """Return the forward FLOPs per token of embeddings of this width, as get_embedding_flops in the paper's script."""
     look_ups = 2 * embedding * (vocab + seq_len + _NUM_SEGMENTS)
     flops = look_ups + (2 * _SUM + LAYER_NORM + DROPOUT) * embedding
     if embedding != hidden:
@@ -94,9 +94,9 @@ def _embeddings(hidden: int, embedding: int, vocab: int, seq_len: int) -> int:
 
 
 def _head(hidden: int, embedding: int, vocab: int, detects: bool) -> float:
-    """Return the forward FLOPs per token of a head with one logit (`detects`), or over the vocabulary.
+    """Return the forward FLOPs per token of a head: with one logit if it `detects`, otherwise over the vocabulary.
 
-    The latter counts at the share of positions at which the paper's script counts it.
+    As in the paper's script, the latter is computed for 15.6 % of the tokens only.
     """
     if detects:
         return 2 * hidden * hidden + (_BIAS + GELU) * hidden + 2 * hidden

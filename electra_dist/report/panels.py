@@ -149,9 +149,9 @@ PANELS = (
 
 
 def baselines(record: StepRecord) -> dict[str, float]:
-    """Return what a discriminator that has learnt nothing would reach in the training step of a record.
+    """Return the baselines of a training step: what a discriminator that has learnt nothing would reach.
 
-    The field `GUESSED_REPLACED` comes from `guessed_replaced`, and `CONSTANT_GUESS_LOSS` from `constant_guess_loss`.
+    They are `guessed_replaced` and `constant_guess_loss`, named as the fields of diagrams.
     """
     return {
         GUESSED_REPLACED: guessed_replaced(record),

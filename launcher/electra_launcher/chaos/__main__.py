@@ -71,7 +71,7 @@ def compared_lines(run_dir: Path) -> list[str]:
     return lines
 
 
-def _supervise(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
+def _supervise_command(config: Path, run_dir: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
     """Return the command that starts a supervised run, which logs every step and saves checkpoints only locally."""
     drill_overrides = [f"run_dir={run_dir}", "checkpoint.targets=[]", "log.every_steps=1", "log.tensorboard=false"]
     command = [sys.executable, "-m", "electra_launcher.supervise"]
@@ -136,8 +136,8 @@ def _print_goodput(hits: Sequence[Hit], reference: Path, seconds: float) -> None
 def drill(config: Config, args: argparse.Namespace) -> int:
     """Make the reference run and the run with faults, and print the result; return 0 if the drill passed, else 1.
 
-    A UserError means that the drill cannot begin: RUN-chaos exists, the config does not fit a drill, or the reference
-    run failed.
+    Both runs are made in folders beside the config's `run_dir`. Raises UserError if the drill cannot begin: it has a
+    folder of an earlier drill, the config does not fit a drill, or the reference run failed.
     """
     base = Path(config.run_dir)
     reference = base.with_name(f"{base.name}-reference")
@@ -175,7 +175,7 @@ def drill(config: Config, args: argparse.Namespace) -> int:
 def _make_reference(reference: Path, args: argparse.Namespace) -> None:
     """Make or continue the uninterrupted run in the folder `reference`; append its output to `reference`.log."""
     output = reference.with_name(f"{reference.name}.log")
-    command = _supervise(args.config, reference, args.ranks, args.set)
+    command = _supervise_command(args.config, reference, args.ranks, args.set)
     with output.open("ab") as out:
         done = subprocess.run(command, stdout=out, stderr=out, check=False)
     if done.returncode != EXIT_DONE:
@@ -197,7 +197,7 @@ def _hit_run(
         disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))
     hits: list[Hit] = []
     problems: list[str] = []
-    run = Drill(run_dir, _supervise(args.config, run_dir, args.ranks, args.set), args.seed)
+    run = Drill(run_dir, _supervise_command(args.config, run_dir, args.ranks, args.set), args.seed)
     try:
         for number, planned_fault in enumerate(planned, start=1):
             hit = run.hit(planned_fault)

@@ -398,7 +398,7 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
 
 def find_owner(path: str) -> Owner | None:
-    """Return the run that must have written the checkpoints of a run folder; None (any run) for another `path`."""
+    """Return the run of the run folder `path`, whose checkpoints must be its own; None if `path` is no run folder."""
     from electra_dist.checkpoint.owner import owner_of
     from electra_dist.run.folder import is_run_folder, open_run, read_identity
     from electra_dist.store.open_store import REMOTE_SCHEMES

@@ -77,8 +77,9 @@ def _make_pipe(path: Path) -> int:
 def _watch(supervisor: int, rank: int, requests: int, stack_file: BinaryIO) -> None:
     """Write stacks on request until the supervisor, given by its pid, has ended; then end this process.
 
-    `requests` is the descriptor of the pipe `ask-R`. A rank that trains is asked to save and stop, and is ended
-    `_GRACE_S` seconds later if it has not; before the training it is ended at once. Never returns.
+    `requests` is the descriptor of the pipe in which the supervisor asks for stacks. A rank that trains is asked to
+    save and stop, and is ended `_GRACE_S` seconds later if it has not; before the training it is ended at once. Never
+    returns.
     """
     _answer_while_runs(supervisor, requests, stack_file)
     print(printable(f"rank {rank}: its supervisor (pid {supervisor}) has ended; saving and stopping"), flush=True)
