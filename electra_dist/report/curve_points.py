@@ -1,9 +1,9 @@
 """Reduce the records of a run to the few points from which its curves are drawn, smoothed and unsmoothed.
 
 Guarantee: a column has the numbers of the records bit for bit, in their order. What is missing, null or no number is
-NaN there. A number takes 8 bytes, where a parsed record takes 6 KB. A thinned curve has at most 1,202 points: it is
-cut into buckets of consecutive points, and the lowest and highest point of each are kept, so a spike of one step stays
-visible in a run of 400,000 steps.
+NaN there, and so is the 0 of a loss that the objective does not have. A number takes 8 bytes, where a parsed record
+takes 6 KB. A thinned curve has at most 1,202 points: it is cut into buckets of consecutive points, and the lowest and
+highest point of each are kept, so a spike of one step stays visible in a run of 400,000 steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from electra_dist.report.panels import PANELS, CurveLine, baselines
-from electra_dist.run.metrics import EvalRecord, Metric, StepRecord
+from electra_dist.run.metrics import EvalRecord, Metric, StepRecord, numbers_of
 
 _MAX_BUCKETS = 600  # of a thinned curve; each gives two points
 _MAX_SMOOTHED = 2400  # points of a curve before it is smoothed; a longer one is averaged down to them
@@ -54,9 +54,9 @@ def columns_of(records: Iterable[Metric], further_fields: Sequence[str] = ()) ->
         columns[kind] = MetricColumns([*fields, *further_fields])
     for record in records:
         if isinstance(record, StepRecord):
-            columns["train"].append(vars(record) | baselines(record))
+            columns["train"].append(numbers_of(record) | baselines(record))
         elif isinstance(record, EvalRecord):
-            columns["eval"].append(vars(record))
+            columns["eval"].append(numbers_of(record))
     return columns
 
 

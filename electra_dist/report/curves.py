@@ -48,7 +48,8 @@ MAX_HOVER_POINTS = 300  # of a curve, whose values a page shows under the pointe
 SIZE_INCHES = (4.0, 2.2)  # of a diagram; the page scales it
 _POINTS_PER_INCH = 72  # unit of an SVG's viewBox
 _LEAST_DISTANCE = 0.05  # of the ends of an axis from the value of a guess
-_PNG_PANELS = ("mlm_loss", "rtd_loss", "rtd_accuracy", "context_auc")  # names of the diagrams of a PNG
+# Names of diagrams: a PNG shows the first four of them that have values.
+_PNG_PANELS = ("mlm_loss", "rtd_loss", "token_loss", "rtd_accuracy", "context_auc", "lr", "grad_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +180,19 @@ def _rounded(value: float) -> float:
 def write_curves_png(run_dir: Path, out: Path) -> Path:
     """Draw four diagrams of a run as a PNG on white, 1500 x 900 pixels, and return the path of the PNG.
 
-    They show the generator's and the discriminator's loss, the discriminator's accuracies, and the context AUC. A
-    value that the run did not record leaves its diagram empty.
+    They are the first four of these that have a value: the parts of the loss, the discriminator's accuracies, the
+    context AUC, the learning rate and the gradient norm. If there are fewer, the rest of the picture is empty.
     """
     records = read_records(Path(run_dir) / METRICS_FILE, parse_metric)
     run = RunCurves(name=Path(run_dir).name, columns=columns_of(records))
-    panels = [panel for panel in PANELS if panel.name in _PNG_PANELS]
+    panels = [panel for panel in PANELS if panel.name in _PNG_PANELS and _has_values(panel, [run])]
     with matplotlib.rc_context(print_style()):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(10, 6), layout=layout, facecolor="white", dpi=150)  # inches, so 1500 x 900 pixels
-        for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        all_axes = figure.subplots(2, 2).flat
+        for axes in all_axes[len(panels) :]:
+            axes.set_axis_off()
+        for axes, panel in zip(all_axes, panels, strict=False):
             _draw(axes, panel, run, colors=PRINT)
             axes.set_title(panel.title, loc="left")
             if len(axes.get_legend_handles_labels()[0]) > 1:

@@ -8,7 +8,6 @@ Limits: at most eight runs, which have a color each. Curves are over optimizer s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,15 +15,15 @@ from electra_dist.config.keys import flattened
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.report.curve_points import RunCurves
-from electra_dist.report.pages import draw_diagrams, percent, render, write_page
+from electra_dist.report.pages import NONE, decimals, draw_diagrams, percent, render, write_page
 from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.report_page import learning_verdict
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import mean
+from electra_dist.run.metrics import numbers_of
 from electra_dist.run.number_formats import format_count, format_duration
 
 OVERLAY_FILE = "runs_report.html"  # default name, in the current folder
-_NONE = "-"  # in a table, for a value that a run does not have
 
 
 def write_overlay(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -81,7 +80,7 @@ def _figures(runs: Sequence[RunRecord]) -> list[list[str]]:
     rows = []
     for figure in columns[0]:
         values = [column[figure] for column in columns]
-        if any(value != _NONE for value in values):
+        if any(value != NONE for value in values):
             rows.append([figure, *values])
     return rows
 
@@ -92,36 +91,33 @@ def _figures_of(run: RunRecord) -> dict[str, str]:
     Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
     """
     metrics = run.metrics
-    last_eval = metrics.evals[-1] if metrics.evals else None
+    held_out = numbers_of(metrics.evals[-1]) if metrics.evals else {}
     recent = metrics.recent
     tokens_per_s = metrics.median("tokens_per_s")
     corpus = run.environment.get("corpus")
     commit = run.environment.get("commit")
     return {
         "state": run.state()[1],
-        "context AUC, held out": _decimals(last_eval.context_auc if last_eval else None),
-        "ROC-AUC, held out": _decimals(last_eval.auc if last_eval else None),
-        "discriminator loss, held out": _decimals(last_eval.rtd_loss if last_eval else None),
-        "generator loss, held out": _decimals(last_eval.mlm_loss if last_eval else None),
-        "discriminator loss, training": _decimals(mean(recent, "rtd_loss")) if recent else _NONE,
-        "generator loss, training": _decimals(mean(recent, "mlm_loss")) if recent else _NONE,
-        "replaced tokens found": percent(mean(recent, "replaced_accuracy")) if recent else _NONE,
-        "tokens seen": format_count(metrics.newest.tokens_seen) if metrics.newest else _NONE,
-        "tokens per second": format_count(tokens_per_s) if tokens_per_s is not None else _NONE,
-        "wall clock": format_duration(run.account.wall) if run.ledger else _NONE,
-        "goodput": percent(run.account.fraction) if run.account.fraction is not None else _NONE,
-        "energy of the GPUs, estimate": f"{run.energy.kwh:,.3f} kWh" if run.energy else _NONE,
-        "discriminator": format_count(run.parameters.discriminator) if run.parameters else _NONE,
-        "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else _NONE,
-        "corpus tokens": format_count(corpus["tokens"]) if corpus else _NONE,
-        "corpus fingerprint": run.corpus_fingerprint[:12] or _NONE,
-        "commit": commit["sha"][:12] if commit else _NONE,
+        "context AUC, held out": decimals(held_out.get("context_auc")),
+        "ROC-AUC, held out": decimals(held_out.get("auc")),
+        "RTD loss, held out": decimals(held_out.get("rtd_loss")),
+        "token loss, held out": decimals(held_out.get("token_loss")),
+        "MLM loss, held out": decimals(held_out.get("mlm_loss")),
+        "RTD loss, training": decimals(mean(recent, "rtd_loss")) if recent else NONE,
+        "token loss, training": decimals(mean(recent, "token_loss")) if recent else NONE,
+        "MLM loss, training": decimals(mean(recent, "mlm_loss")) if recent else NONE,
+        "replaced tokens found": percent(mean(recent, "replaced_accuracy")) if recent else NONE,
+        "tokens seen": format_count(metrics.newest.tokens_seen) if metrics.newest else NONE,
+        "tokens per second": format_count(tokens_per_s) if tokens_per_s is not None else NONE,
+        "wall clock": format_duration(run.account.wall) if run.ledger else NONE,
+        "goodput": percent(run.account.fraction) if run.account.fraction is not None else NONE,
+        "energy of the GPUs, estimate": f"{run.energy.kwh:,.3f} kWh" if run.energy else NONE,
+        "discriminator": format_count(run.parameters.discriminator) if run.parameters else NONE,
+        "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else NONE,
+        "corpus tokens": format_count(corpus["tokens"]) if corpus else NONE,
+        "corpus fingerprint": run.corpus_fingerprint[:12] or NONE,
+        "commit": commit["sha"][:12] if commit else NONE,
     }
-
-
-def _decimals(value: float | None) -> str:
-    """Return a number with four decimals; a dash if it is None or not finite."""
-    return f"{value:.4f}" if value is not None and math.isfinite(value) else _NONE
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
@@ -130,7 +126,7 @@ def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     keys = dict.fromkeys(key for tree in trees for key in tree)
     rows = []
     for key in keys:
-        values = [str(tree.get(key, _NONE)) for tree in trees]
+        values = [str(tree.get(key, NONE)) for tree in trees]
         if key != "run_dir" and len(set(values)) > 1:
             rows.append([key, *values])
     return rows

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -29,6 +30,7 @@ from electra_dist.report.panels import PANELS
 from electra_dist.store.atomic_files import replacing
 
 Tile = tuple[str, str, str]  # name, value, remark
+NONE = "-"  # for a value that a run does not have
 _FIGURE = re.compile(r"-|-?[0-9][0-9,.]*( ?%|[kMBT]|e[+-]?[0-9]+)?")
 
 
@@ -50,8 +52,13 @@ def draw_diagrams(runs: Sequence[RunCurves]) -> list[DrawnPanel]:
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction as a percentage with one decimal: "12.5 %" for 0.125."""
-    return f"{100 * fraction:.1f} %"
+    """Return a fraction as a percentage with one decimal, such as "12.5 %"; a dash if it is not finite."""
+    return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else NONE
+
+
+def decimals(value: float | None, number: int = 4) -> str:
+    """Return a value with a number of decimals; a dash if it is None or not finite."""
+    return f"{value:.{number}f}" if value is not None and math.isfinite(value) else NONE
 
 
 def minute(time: str) -> str:

@@ -40,9 +40,8 @@ class Panel:
     chance: float | None = None  # value of a guess, drawn as a dashed horizontal line; None: no such line
 
 
-def _loss_panel(tower: str, title: str, baseline: CurveLine | None = None) -> Panel:
-    """Return the diagram of one loss, "mlm" (generator) or "rtd" (discriminator), in training and on held-out rows."""
-    field = f"{tower}_loss"
+def _loss_panel(field: str, title: str, baseline: CurveLine | None = None) -> Panel:
+    """Return the diagram of one part of the loss, in training and on held-out rows."""
     held_out = CurveLine(field=field, label="held out", kind="eval", is_second=True)
     lines: tuple[CurveLine, ...] = (CurveLine(field=field, label="training"), held_out)
     if baseline is not None:
@@ -51,12 +50,13 @@ def _loss_panel(tower: str, title: str, baseline: CurveLine | None = None) -> Pa
 
 
 PANELS = (
-    _loss_panel("mlm", "Generator loss (nats per masked token)"),
+    _loss_panel("mlm_loss", "MLM loss (nats per masked token)"),
     _loss_panel(
-        "rtd",
-        "Discriminator loss (nats per token)",
+        "rtd_loss",
+        "RTD loss (nats per token)",
         CurveLine(field=CONSTANT_GUESS_LOSS, label="constant guess", is_baseline=True, raw=False),
     ),
+    _loss_panel("token_loss", "Loss of the tokens that the discriminator predicts (nats per token)"),
     Panel(
         name="rtd_accuracy",
         title="Tokens that the discriminator classifies correctly",

@@ -27,28 +27,16 @@ import yaml
 from electra_dist.config import TowerConfig
 from electra_dist.data.corpora import token_shares, uses_of_phases
 from electra_dist.errors import EXIT_USER_ERROR, UserError, error_line
-from electra_dist.report.pages import draw_diagrams, minute, percent, render, write_page
+from electra_dist.report.pages import NONE, decimals, draw_diagrams, minute, percent, render, write_page
 from electra_dist.report.run_record import RunRecord, read_run
 from electra_dist.report.run_tiles import MAX_TILES, run_figures
 from electra_dist.run.context_auc import STUCK_BELOW, first_judged_step, is_stuck, stuck_warning
 from electra_dist.run.folder import METRICS_FILE, REPORT_FILE
 from electra_dist.run.ledger import LedgerEvent
-from electra_dist.run.metrics import CONTINUATION, EvalRecord, Samples
+from electra_dist.run.metrics import CONTINUATION, EvalRecord, Samples, numbers_of
 
 MAX_EVENTS = 40  # the newest events that the table of events shows
 MAX_EVALUATIONS = 12  # the newest evaluations that the table of evaluations shows
-_EVALUATION_HEAD = (
-    "step",
-    "context AUC",
-    "ROC-AUC",
-    "discriminator loss",
-    "generator loss",
-    "right",
-    "accuracy",
-    "precision",
-    "recall",
-    "rows",
-)
 # Of the background of a replaced word, from one that the discriminator takes for original to one that it is sure of;
 # text stays readable on it.
 _MIN_OPACITY_PERCENT = 8
@@ -94,9 +82,8 @@ def report_page(run: RunRecord) -> str:
         diagrams=draw_diagrams([run.curves]),
         has_resumed=any(event.event == "resume" for event in run.ledger),
         samples=_sample_words(run.samples),
-        evaluation_head=_EVALUATION_HEAD,
-        evaluations=[_evaluation_row(record) for record in run.metrics.evals[-MAX_EVALUATIONS:]],
-        num_evaluations=len(run.metrics.evals),
+        evaluations=_evaluation_table(run.metrics.evals[-MAX_EVALUATIONS:]),
+        num_omitted_evaluations=max(0, len(run.metrics.evals) - MAX_EVALUATIONS),
         events=[_event_row(event) for event in events[-MAX_EVENTS:]],
         num_events=len(events),
         checkpoints=_checkpoints(run.ledger),
@@ -161,20 +148,28 @@ def _joined(tokens: Sequence[str]) -> str:
     return " ".join(tokens).replace(f" {CONTINUATION}", "").removeprefix(CONTINUATION)
 
 
-def _evaluation_row(record: EvalRecord) -> list[str]:
-    """Return an evaluation as cells of the report's table: step, AUCs, losses, accuracies, number of rows."""
-    return [
-        f"{record.step:,}",
-        f"{record.context_auc:.4f}" if math.isfinite(record.context_auc) else "-",
-        f"{record.auc:.4f}",
-        f"{record.rtd_loss:.4f}",
-        f"{record.mlm_loss:.4f}",
-        percent(record.mlm_accuracy),
-        percent(record.accuracy),
-        percent(record.precision),
-        percent(record.recall),
-        f"{record.rows:,}",
-    ]
+def _evaluation_table(evaluations: Sequence[EvalRecord]) -> list[list[str]]:
+    """Return the head of a table and a row for each evaluation, without the columns that have no value; [] if none."""
+    rows = [_evaluation_row(record) for record in evaluations]
+    names = [name for name in rows[0] if any(row[name] != NONE for row in rows)] if rows else []
+    return [names, *([row[name] for name in names] for row in rows)] if rows else []
+
+
+def _evaluation_row(record: EvalRecord) -> dict[str, str]:
+    losses = numbers_of(record)
+    return {
+        "step": f"{record.step:,}",
+        "context AUC": decimals(record.context_auc),
+        "ROC-AUC": decimals(record.auc),
+        "RTD loss": decimals(losses["rtd_loss"]),
+        "token loss": decimals(losses["token_loss"]),
+        "MLM loss": decimals(losses["mlm_loss"]),
+        "right": percent(record.mlm_accuracy),
+        "accuracy": percent(record.accuracy),
+        "precision": percent(record.precision),
+        "recall": percent(record.recall),
+        "rows": f"{record.rows:,}",
+    }
 
 
 def _event_row(event: LedgerEvent) -> list[str]:

@@ -6,11 +6,11 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from electra_dist.report.pages import Tile, percent
+from electra_dist.report.pages import NONE, Tile, decimals, percent
 from electra_dist.report.panels import constant_guess_loss, guessed_by_recall, guessed_replaced
 from electra_dist.report.run_record import MetricsHistory, RunRecord
 from electra_dist.run.goodput import Goodput
-from electra_dist.run.metrics import EvalRecord, StepRecord
+from electra_dist.run.metrics import EvalRecord, StepRecord, numbers_of
 from electra_dist.run.number_formats import format_count, format_duration
 
 MAX_TILES = 8  # figures that are shown in tiles
@@ -25,7 +25,7 @@ def run_figures(run: RunRecord) -> list[Tile]:
     metrics = run.metrics
     losses = _training_losses(metrics)
     speeds = _speed_figures(metrics)
-    return [
+    figures = [
         *(_heldout_figures(run) or losses),
         *_found_figures(metrics),
         *speeds[:2],
@@ -35,6 +35,7 @@ def run_figures(run: RunRecord) -> list[Tile]:
         *_size_figures(run),
         *_energy_figures(run),
     ]
+    return [figure for figure in figures if figure[1] != NONE]
 
 
 def _heldout_figures(run: RunRecord) -> list[Tile]:
@@ -43,17 +44,16 @@ def _heldout_figures(run: RunRecord) -> list[Tile]:
     if not evals:
         return []
     last = evals[-1]
-    figures = []
-    if math.isfinite(last.context_auc):
-        remark = f"0.5 = chance (token frequency alone), 1 = perfect; standard error {last.context_auc_se:.4f}"
-        figures.append(("Context AUC, held out", f"{last.context_auc:.4f}", remark))
+    losses = numbers_of(last)
+    context_remark = f"0.5 = chance (token frequency alone), 1 = perfect; standard error {last.context_auc_se:.4f}"
     rtd_remark = f"{_since(evals[0], 'rtd_loss')}{_constant_guess(run.metrics.recent)}"
     mlm_remark = f"{percent(last.mlm_accuracy)} of the masked tokens right; {_since(evals[0], 'mlm_loss')}"
     return [
-        *figures,
-        ("ROC-AUC, held out", f"{last.auc:.4f}", f"0.5 = chance, 1 = perfect; at step {last.step:,}"),
-        ("RTD loss, held out", f"{last.rtd_loss:.4f}", rtd_remark),
-        ("MLM loss, held out", f"{last.mlm_loss:.3f}", mlm_remark),
+        ("Context AUC, held out", decimals(last.context_auc), context_remark),
+        ("ROC-AUC, held out", decimals(last.auc), f"0.5 = chance, 1 = perfect; at step {last.step:,}"),
+        ("RTD loss, held out", decimals(losses["rtd_loss"]), rtd_remark),
+        ("Token loss, held out", decimals(losses["token_loss"], 3), _since(evals[0], "token_loss")),
+        ("MLM loss, held out", decimals(losses["mlm_loss"], 3), mlm_remark),
     ]
 
 
@@ -73,8 +73,11 @@ def _training_losses(metrics: MetricsHistory) -> list[Tile]:
     averaged = f"mean of {len(recent)} records"
     rtd_remark = f"{averaged}; {_since(metrics.first, 'rtd_loss')}{_constant_guess(recent)}"
     return [
-        ("RTD loss, training", f"{mean(recent, 'rtd_loss'):.4f}", rtd_remark),
-        ("MLM loss, training", f"{mean(recent, 'mlm_loss'):.3f}", f"{averaged}; {_since(metrics.first, 'mlm_loss')}"),
+        ("RTD loss, training", decimals(mean(recent, "rtd_loss")), rtd_remark),
+        *(
+            (name, decimals(mean(recent, field), 3), f"{averaged}; {_since(metrics.first, field)}")
+            for name, field in (("Token loss, training", "token_loss"), ("MLM loss, training", "mlm_loss"))
+        ),
     ]
 
 
@@ -82,8 +85,6 @@ def _found_figures(metrics: MetricsHistory) -> list[Tile]:
     """Return a tile on the replaced tokens found, in the newest evaluation or, without one, in the newest records."""
     if metrics.evals:
         last = metrics.evals[-1]
-        if not math.isfinite(last.recall):
-            return []  # the objective detects no replaced tokens
         return [("Replaced tokens found, held out", percent(last.recall), _guess_remark(guessed_by_recall(last)))]
     if metrics.newest is None:
         return []
@@ -162,8 +163,8 @@ def _kwh(kwh: float) -> str:
 
 
 def mean(records: Sequence[StepRecord], field: str) -> float:
-    """Return the mean of a field over one or more records, each of which must have the field."""
-    return statistics.fmean(getattr(record, field) for record in records)
+    """Return the mean of a field over one or more records; NaN for a loss that the objective does not have."""
+    return statistics.fmean(numbers_of(record)[field] for record in records)
 
 
 def _since(first: StepRecord | EvalRecord, field: str) -> str:

@@ -31,8 +31,9 @@ from electra_dist.store.atomic_files import writable
 
 LINES_PER_HEADER = 40
 LEGEND = (
-    "mlm, rtd: losses (nats per token) | repl, orig: replaced and original tokens classified rightly",
-    "lr: learning rate | gnorm: gradient norm before clipping | tok/s: of all ranks | mfu: of the peak",
+    "mlm, rtd: losses (nats per token); rtd: of predicted tokens if the objective detects none",
+    "repl, orig: replaced and original tokens classified rightly | lr: learning rate",
+    "gnorm: gradient norm before clipping | tok/s: of all ranks | mfu: of the peak",
     "wait: share of time waiting for rows | mem: memory of rank 0 (GPU: peak) | eta: until the last step",
 )
 
@@ -140,8 +141,8 @@ def format_line(record: StepRecord, total_steps: int) -> str:
     """Return the line of a logged step, in columns that `LEGEND` explains; "-" for values that are not known."""
     columns = [
         f"{_step_column(f'{record.step}/{total_steps}', total_steps)} {_percent(record.step / total_steps)}",
-        f"{record.mlm_loss:6.3f}",
-        f"{record.rtd_loss:6.4f}",
+        f"{record.mlm_loss:6.3f}" if record.mlm_loss else "     -",
+        f"{record.rtd_loss or record.token_loss:6.4f}" if record.rtd_loss or record.token_loss else "     -",
         _percent(record.replaced_accuracy),
         _percent(record.original_accuracy),
         f"{record.lr:.2e}",
@@ -156,20 +157,25 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
-    """Return the two lines of an evaluation on held-out rows; a context AUC or entropy that is NaN is left out."""
+    """Return the two lines of an evaluation on held-out rows, without what the objective does not have."""
     begin = f"{_step_column(f'{record.step}/{total_steps}', total_steps)} eval:"
-    first = (
-        f"{begin} mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)} | rtd {record.rtd_loss:.4f} "
-        f"acc {_percent(record.accuracy)} prec {_percent(record.precision)} recall {_percent(record.recall)} "
-        f"auc {record.auc:.4f}"
-    )
+    losses = []
+    if record.mlm_loss:
+        losses.append(f"mlm {record.mlm_loss:.3f} acc {_percent(record.mlm_accuracy)}")
+    if record.rtd_loss:
+        losses.append(
+            f"rtd {record.rtd_loss:.4f} acc {_percent(record.accuracy)} prec {_percent(record.precision)} "
+            f"recall {_percent(record.recall)} auc {record.auc:.4f}"
+        )
+    if record.token_loss:
+        losses.append(f"tokens {record.token_loss:.4f}")
     parts = []
     if math.isfinite(record.context_auc):
         parts.append(f"context auc {record.context_auc:.4f} +-{record.context_auc_se:.4f}")
     if math.isfinite(record.generator_entropy):
         parts.append(f"entropy {record.generator_entropy:.3f}, samples right {_percent(record.sampled_correct)}")
     parts.append(f"{record.rows} rows")
-    return [first, f"{begin} {' | '.join(parts)}"]
+    return [f"{begin} {' | '.join(losses)}", f"{begin} {' | '.join(parts)}"]
 
 
 def _step_column(text: str, total_steps: int) -> str:

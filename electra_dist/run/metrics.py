@@ -135,6 +135,13 @@ class OtherMetric(Record):
 
 
 Metric = StepRecord | EvalRecord | OtherMetric
+_ZERO_IF_LACKING = ("mlm_loss", "rtd_loss", "token_loss", "replaced_fraction")
+
+
+def numbers_of(record: StepRecord | EvalRecord) -> dict[str, Any]:
+    """Return the fields of a record for display: NaN in place of the 0 of a loss that the objective does not have."""
+    lacking = {name: math.nan for name in _ZERO_IF_LACKING if not getattr(record, name, None)}
+    return vars(record) | lacking
 
 
 class TextSample(Record):

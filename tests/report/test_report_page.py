@@ -95,7 +95,7 @@ def run_dir(
         mlm_loss = 2 + 900 / (step + 100)
         rtd_loss = 0.1 + 50 / (step + 100)
         scheduled = {"temperature": 1 + 3 / step, "rtd_weight": step / 8, "random_share": 1 - step / 400}
-        writer.write(step_record(step=step, mlm_loss=mlm_loss, rtd_loss=rtd_loss, **scheduled))
+        writer.write(step_record(step=step, mlm_loss=mlm_loss, rtd_loss=rtd_loss, token_loss=mlm_loss, **scheduled))
         if step % 100 == 0:
             diagnostics = {"context_auc_se": 0.0041, "generator_entropy": 5.1, "sampled_correct": 0.12}
             writer.write(eval_record(step=step, auc=0.5 + step / 1000, context_auc=0.5 + step / 1500, **diagnostics))
@@ -393,6 +393,56 @@ def test_a_report_is_written_for_a_run_without_a_step_and_for_one_with_undefined
     parsed_page(page)
     assert "MFU" not in page
     write_curves_png(tmp_path, tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize(
+    ("replaced_fraction", "token_loss", "titles"),
+    [
+        (0.0, 0.0, ["MLM loss (nats per masked token)", "Learning rate"]),  # as objective mlm records
+        (
+            0.1,
+            2.5,  # as replace_mlm
+            [
+                "MLM loss (nats per masked token)",
+                "Loss of the tokens that the discriminator predicts (nats per token)",
+                "Learning rate",
+            ],
+        ),
+    ],
+)
+def test_the_report_shows_nothing_of_a_detection_that_the_objective_does_not_have(
+    tmp_path: Path,
+    step_record: Callable[..., StepRecord],
+    eval_record: Callable[..., EvalRecord],
+    replaced_fraction: float,
+    token_loss: float,
+    titles: list[str],
+):
+    nan = float("nan")
+    lacking = {"rtd_loss": 0.0, "token_loss": token_loss}
+    writer = MetricsWriter(tmp_path)
+    writer.write(
+        step_record(
+            step=5, replaced_accuracy=nan, original_accuracy=nan, replaced_fraction=replaced_fraction, **lacking
+        )
+    )
+    writer.write(eval_record(step=5, auc=nan, accuracy=nan, precision=nan, recall=nan, **lacking))
+    writer.close()
+
+    text = write_report(tmp_path).read_text()
+
+    shown = parsed_page(text).text
+    assert "nan" not in shown
+    assert "RTD loss" not in shown
+    assert "AUC" not in shown
+    assert ("Token loss, held out" in shown) == bool(token_loss)
+    assert re.findall("<h3>(.*?)</h3>", text)[: len(titles)] == titles
+    head, row = re.findall(r"<tr>(.*?)</tr>", text[text.index("Held-out evaluations") :])[:2]
+    expected = (
+        ["step", "token loss", "MLM loss", "right", "rows"] if token_loss else ["step", "MLM loss", "right", "rows"]
+    )
+    assert re.findall(r"<th[^>]*>(.*?)</th>", head) == expected
+    assert len(re.findall(r"<td[^>]*>(.*?)</td>", row)) == len(expected)
 
 
 @pytest.mark.parametrize(

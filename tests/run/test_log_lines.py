@@ -39,11 +39,15 @@ def test_log_lines_of_usual_and_extreme_values_equal_the_golden_file(
         step_record(step=20, mlm_loss=10.3261, rtd_loss=0.69315, grad_norm=123.4567, lr=4e-7),
         step_record(step=40, tokens_per_s=3234.0, mfu=None, memory_gb=None, eta_s=None),
         step_record(step=60, mlm_loss=nan, grad_norm=inf, replaced_accuracy=nan, eta_s=59.6),
+        step_record(step=80, rtd_loss=0.0, replaced_accuracy=nan, original_accuracy=nan),  # without detection
+        step_record(step=99, rtd_loss=0.0, token_loss=2.5, replaced_accuracy=nan, original_accuracy=nan),
     ]
     eval_records = [
         eval_record(),
         eval_record(auc=nan),
         eval_record(context_auc=0.5712, context_auc_se=0.00413, generator_entropy=4.1234, sampled_correct=0.123),
+        eval_record(rtd_loss=0.0, auc=nan, accuracy=nan, precision=nan, recall=nan),  # without detection
+        eval_record(rtd_loss=0.0, token_loss=2.5, auc=nan, accuracy=nan, precision=nan, recall=nan),
     ]
 
     header = format_header(TOTAL_STEPS)
@@ -89,7 +93,7 @@ def test_the_columns_are_explained_at_the_first_line_and_named_again_every_40_li
     lines = stream.getvalue().splitlines()
     assert tuple(lines[: len(LEGEND)]) == LEGEND
     numbers_of_headers = [number for number, line in enumerate(lines) if line == format_header(100)]
-    assert numbers_of_headers == [3, 3 + LINES_PER_HEADER + 1, 3 + 2 * (LINES_PER_HEADER + 1)]
+    assert numbers_of_headers == [len(LEGEND) + number * (LINES_PER_HEADER + 1) for number in range(3)]
     names = set(format_header(100).split()) - {"step", "done"}
     assert names <= set(re.findall(r"[\w/]+", " ".join(LEGEND)))
 
