@@ -85,11 +85,10 @@ class Config(AllSections):
         tree = self.model_dump(mode="json")
         train_keys = ["num_steps", "global_batch", "precision"]
         train_keys += [key for key in ("init_from", "init_generator_from") if tree["train"][key]]
-        # A key of `_NEW_DEFAULTS` with its default is left out, so that older runs' digests stay the same.
+        # Keys without effect that older programs did not know are left out, so that older runs keep their identity.
         objective = {key: value for key, value in tree["objective"].items() if (key, value) not in _NEW_DEFAULTS}
         if not self.objective.draws_at_random:
-            # Left out, so that runs that began before these keys existed keep their identity.
-            objective = {key: value for key, value in objective.items() if key not in ("random_share", "random_from")}
+            del objective["random_share"], objective["random_from"]
         data = {key: tree["data"][key] for key in ("seq_len", "shuffle_window_shards")}
         if self.data.phases:
             # The corpora of the phases are left out, like data.corpus: a run records their fingerprints separately.

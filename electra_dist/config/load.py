@@ -270,9 +270,9 @@ def read_layers(path: Path, overrides: Sequence[str]) -> list[tuple[str, Tree]]:
 
 
 def _check_chain(chain: Sequence[Path], path: Path) -> None:
-    """Raise UserError if `path` does not exist or is already in `chain`, the files of which each extends the next.
+    """Raise UserError if `path`, which the last file of `chain` extends, does not exist or is in the chain itself.
 
-    The last file of the chain extends `path`.
+    Each file of `chain` extends the next; it is empty if `path` is the file that the user has named.
     """
     names = " -> ".join(str(file) for file in (*chain, path))
     # `Path.resolve` raises for a loop of links, of which the next line says that there is no file.
