@@ -53,7 +53,7 @@ class DropoutKeys(NamedTuple):
         return cls(seed=0, step=0, row_B=row_B, backend="auto")
 
     def of_layers(self, num_layers: int) -> list[LayerDropout]:
-        """Return one `LayerDropout` for each layer, with its key, and probability 0 until a use sets another."""
+        """Return one `LayerDropout` for each layer, with a key of its own; its probability stays 0 until it is set."""
         backend = resolve(self.backend, self.row_B.device.type, in_cuda_library=False)
         if backend == "triton":
             key_L3 = device_keys(self.seed, self.step, self.row_B.device, num_layers)

@@ -84,9 +84,9 @@ def _block_pairs(example_BS: torch.Tensor, reach: int | None) -> tuple[torch.Ten
 
 
 def _counts_and_numbers(block_BQQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each block of queries how many key blocks it sees, [B, 1, Q], and all key blocks, these first.
+    """Return for each query block how many key blocks it sees, [B, 1, Q], and their order, [B, 1, Q, Q].
 
-    The key blocks are given by their indices, [B, 1, Q, Q]. `block_BQQ` is True where a query block sees a key block.
+    The order has the indices of all key blocks, those seen first. `block_BQQ` is True where a block sees another.
     """
     flag_B1QQ = block_BQQ[:, None].int()
     number_B1QQ = flag_B1QQ.argsort(dim=-1, descending=True, stable=True)
