@@ -151,11 +151,7 @@ class TokenizerJson:
         tokenizer.no_truncation()
         cls, sep = (self.tokens[self.special[role]] for role in ("[CLS]", "[SEP]"))
         if ends_of_rows(json.loads(self._text).get("post_processor"), with_types=True) != (cls, sep):
-            tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-                single=f"{cls}:0 $A:0 {sep}:0",
-                pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
-                special_tokens=[(cls, self.special["[CLS]"]), (sep, self.special["[SEP]"])],
-            )
+            tokenizer.post_processor = rows_of_bert(cls, sep, self.ids)
         return tokenizer.to_str(pretty=False)
 
     def _check_specials_are_out_of_reach(self, name: str) -> None:
@@ -169,6 +165,17 @@ class TokenizerJson:
                         f"{name}: the characters {text} in a text are encoded as the special token {role}; give "
                         f"another tokenizer, whose model does not reach its special tokens"
                     )
+
+
+def rows_of_bert(cls: str, sep: str, ids: dict[str, int]) -> tokenizers.processors.PostProcessor:
+    """Return the post-processor that makes `cls A sep` of a text A, and `cls A sep B sep` of two, types 0 and 1."""
+    import tokenizers
+
+    return tokenizers.processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(token, ids[token]) for token in (cls, sep)],
+    )
 
 
 def ends_of_rows(post_processor: dict[str, Any] | None, with_types: bool) -> tuple[str, str] | None:

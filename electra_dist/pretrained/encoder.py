@@ -136,8 +136,8 @@ class Pretrained:
 
         `state` holds whole (not partitioned) parameters, with or without the objective's prefix `towers.`. `model` is
         the section `model` of the training config. With `may_have_unused_rows` the embeddings may have more rows than
-        the vocabulary has tokens, as in models of other programs. Raises UserError if the vocabulary has another size,
-        or if the model has no such tower.
+        the vocabulary has tokens, as in models of other programs. The other arguments are fields of the result. Raises
+        UserError if the vocabulary has another size, or if the model has no such tower.
         """
         num_unused = model.vocab_size - vocabulary.size
         if num_unused < 0 or (num_unused and not may_have_unused_rows):
@@ -344,6 +344,16 @@ def _from_run(run_dir: Path, tower: TowerName, step: Step) -> Pretrained:
     )
 
 
+def _check_num_layers(folder: Path, weights: State, num_layers: int) -> None:
+    matches = [_LAYER.match(name) for name in weights]
+    num_found = len({match[1] for match in matches if match is not None})
+    if num_found < num_layers:
+        raise UserError(
+            f"{folder}: the weights lack layers, because there are {num_found} and config.json has {num_layers}, so "
+            f"this is not a complete model; copy or export it again"
+        )
+
+
 def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
     """Load the model in a Hugging Face folder: a generator if its head predicts tokens, otherwise a discriminator.
 
@@ -359,13 +369,7 @@ def _from_hugging_face(folder: Path, wanted: TowerName) -> Pretrained:
         )
     tower: TowerName = "generator" if predicts_tokens else "discriminator"
     vocabulary, lowercase = read_hugging_face_vocabulary(folder)
-    layer_matches = [_LAYER.match(name) for name in weights]
-    num_layers = len({match[1] for match in layer_matches if match is not None})
-    if num_layers < model.discriminator.num_layers:
-        raise UserError(
-            f"{folder}: the weights lack layers, because there are {num_layers} and config.json has "
-            f"{model.discriminator.num_layers}, so this is not a complete model; copy or export it again"
-        )
+    _check_num_layers(folder, weights, model.discriminator.num_layers)
     state = convert_weights(folder, weights, model, tower)
     # The head of a model that was fine-tuned to classify texts is no pretraining head.
     if is_of_a_task(read_json_object(folder / "config.json", "copy or export the model again")):

@@ -33,7 +33,7 @@ from electra_dist.pretrained.hf_folders import (
     write_pretraining_record,
 )
 from electra_dist.pretrained.hf_settings import hf_config
-from electra_dist.pretrained.weights import load_run_weights
+from electra_dist.pretrained.weights import RunWeights, load_run_weights
 from electra_dist.store.atomic_files import replacing
 from electra_dist.tokenizer import Vocabulary
 from electra_dist.version import VERSION
@@ -83,18 +83,8 @@ def export_run(
         print(printable(f"exporting the checkpoint of step {run.state.step:,} instead"), file=sys.stderr)
     vocabulary = run.vocabulary  # verified before anything is written
     lowercase = run.tokenizer.lowercase
-    records = {
-        folder: PretrainingRecord(
-            objective=run.config.objective.name,
-            tower=_tower_in(name),
-            seq_len=run.config.data.seq_len,
-            steps=run.steps,
-            rows=run.state.rows_seen,
-            corpus_fingerprint=run.state.corpus_fingerprint,
-            electra_dist=VERSION,
-        )
-        for name, folder in tower_folders(run.weights, run.config.model, output).items()
-    }
+    folder_of_name = tower_folders(run.weights, run.config.model, output)
+    records = {folder: _record_of(run, _tower_in(name)) for name, folder in folder_of_name.items()}
     # The records are there first, so that the next export may replace the files of one that was killed.
     for folder, record in records.items():
         write_pretraining_record(folder, record)
@@ -106,6 +96,18 @@ def export_run(
     for folder, record in records.items():
         write_pretraining_record(folder, record)  # again, with the digests of the tokenizer's files
     return Export(config=run.config, state=run.state, steps=run.steps, folders=folders)
+
+
+def _record_of(run: RunWeights, tower: TowerName) -> PretrainingRecord:
+    return PretrainingRecord(
+        objective=run.config.objective.name,
+        tower=tower,
+        seq_len=run.config.data.seq_len,
+        steps=run.steps,
+        rows=run.state.rows_seen,
+        corpus_fingerprint=run.state.corpus_fingerprint,
+        electra_dist=VERSION,
+    )
 
 
 def _refuse_model_of_others(folder: Path) -> None:

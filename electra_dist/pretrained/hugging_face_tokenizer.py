@@ -27,7 +27,7 @@ from electra_dist.pretrained.hf_folders import PRETRAINING_FILE, check_tokenizer
 from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.json_file import read_json_object
 from electra_dist.tokenizer import BYTE_ORDER_MARK, SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
-from electra_dist.tokenizer_json import ends_of_rows
+from electra_dist.tokenizer_json import ends_of_rows, rows_of_bert
 from electra_dist.wordpiece import MAX_WORD_CHARS
 
 _AGAIN = "download or export the model again"  # next step in messages about a damaged file
@@ -141,46 +141,38 @@ def _general_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
 def _bert_tokenizer(folder: _Folder) -> tokenizers.Tokenizer:
     """Build BERT's tokenizer from the tokens of tokenizer.json or vocab.txt and the rules of tokenizer_config.json."""
     settings = folder.settings
-    rules: dict[str, Any] = {"do_lower_case": True, "tokenize_chinese_chars": True, "strip_accents": None}
-    for key, default in rules.items():
-        rules[key] = settings.get(key, default)
-        if not isinstance(rules[key], bool) and rules[key] is not default:
-            raise _damaged(folder.file(_SETTINGS_FILE), f"{key} is neither true nor false")
+    normalizer = _bert_normalizer(folder)
     ids = _bert_ids(folder)
     unknown = _content(settings.get("unk_token")) or "[UNK]"
     if unknown not in ids:
         file = folder.file(_TOKENIZER_FILE if folder.tokenizer else VOCAB_FILE)
         raise UserError(f"{file}: not a WordPiece vocabulary, because it has no token {unknown}; {_AGAIN}")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(ids, unk_token=unknown))
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    cls, sep = (_content(settings.get(key)) or _ROLES[key] for key in ("cls_token", "sep_token"))
+    if cls in ids and sep in ids:
+        tokenizer.post_processor = rows_of_bert(cls, sep, ids)
+    return tokenizer
+
+
+def _bert_normalizer(folder: _Folder) -> tokenizers.normalizers.Normalizer:
+    rules: dict[str, Any] = {"do_lower_case": True, "tokenize_chinese_chars": True, "strip_accents": None}
+    for key, default in rules.items():
+        rules[key] = folder.settings.get(key, default)
+        if not isinstance(rules[key], bool) and rules[key] is not default:
+            raise _damaged(folder.file(_SETTINGS_FILE), f"{key} is neither true nor false")
+    return tokenizers.normalizers.BertNormalizer(
         lowercase=rules["do_lower_case"],
         handle_chinese_chars=rules["tokenize_chinese_chars"],
         strip_accents=rules["strip_accents"],
     )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    ends = [_content(settings.get(key)) or _ROLES[key] for key in ("cls_token", "sep_token")]
-    if all(token in ids for token in ends):
-        cls, sep = ends
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{cls}:0 $A:0 {sep}:0",
-            pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
-            special_tokens=[(token, ids[token]) for token in ends],
-        )
-    return tokenizer
 
 
 def _bert_ids(folder: _Folder) -> dict[str, int]:
     """Return token -> id for BERT's tokenizer, from tokenizer.json or, if that is missing, from vocab.txt."""
     if not folder.tokenizer:
-        vocab_file = folder.file(VOCAB_FILE)
-        with readable(vocab_file):
-            starts_with_mark = read_regular(vocab_file).startswith(BYTE_ORDER_MARK.encode())
-        if starts_with_mark:
-            raise UserError(
-                f"{vocab_file}: begins with a byte order mark, which transformers reads as part of the first token; "
-                f"save it as UTF-8 without one"
-            )
-        return Vocabulary.read(vocab_file).ids
+        return _ids_of_lines(folder.file(VOCAB_FILE))
     file = folder.file(_TOKENIZER_FILE)
     ids = folder.tokenizer["model"].get("vocab")
     is_word_piece = "merges" not in folder.tokenizer["model"] and isinstance(ids, dict)
@@ -190,6 +182,17 @@ def _bert_ids(folder: _Folder) -> dict[str, int]:
             f"tokenizer_class in {_SETTINGS_FILE} to PreTrainedTokenizerFast to use it as it is, or {_AGAIN}"
         )
     return ids
+
+
+def _ids_of_lines(vocab_file: Path) -> dict[str, int]:
+    with readable(vocab_file):
+        starts_with_mark = read_regular(vocab_file).startswith(BYTE_ORDER_MARK.encode())
+    if starts_with_mark:
+        raise UserError(
+            f"{vocab_file}: begins with a byte order mark, which transformers reads as part of the first token; "
+            f"save it as UTF-8 without one"
+        )
+    return Vocabulary.read(vocab_file).ids
 
 
 def _check_same_tokens(folder: _Folder, ids: dict[str, int]) -> None:
@@ -352,7 +355,7 @@ def _check_ends(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]
 
 
 def _check_added_tokens_are_found(folder: _Folder, vocabulary: Vocabulary, content: dict[str, Any]) -> None:
-    """Raise UserError if transformers does not find special tokens without a role in text, where this project does."""
+    """Raise UserError if transformers splits the name of an extra special token in a text, which is not done here."""
     special = [token for token in content["added_tokens"] if token["special"]]
     names = [token["content"] for token in special if token["id"] not in vocabulary.special.values()]
     if names and folder.settings.get("split_special_tokens"):
