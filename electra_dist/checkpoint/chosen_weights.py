@@ -72,20 +72,31 @@ def read_chosen(
         if owner is not None:
             owner.check(chosen.state, _urls(targets))
     progress(1, num_averaged)
-    if num_averaged == 1:
-        return chosen
-    newest_step = chosen.state.step
+    return chosen if num_averaged == 1 else _mean(targets, chosen, num_averaged, progress, owner)
+
+
+def _mean(
+    targets: Sequence[Store],
+    newest: ChosenWeights,
+    num_averaged: int,
+    progress: CheckpointProgress,
+    owner: Owner | None,
+) -> ChosenWeights:
+    """Return the mean of the weights `newest` and of the `num_averaged - 1` good checkpoints before them.
+    The sums are in fp64. Raises UserError if there are too few good checkpoints.
+    """
+    newest_step = newest.state.step
     older_steps = [step for step in _steps(checkpoints(targets)) if step < newest_step]
     averaged_steps = [newest_step]
-    sums = {name: weight.double() for name, weight in chosen.weights.items()}
-    for older in _read_good(targets, older_steps, chosen.damaged, owner):
+    sums = {name: weight.double() for name, weight in newest.weights.items()}
+    for older in _read_good(targets, older_steps, newest.damaged, owner):
         for name, weight in older.weights.items():
             sums[name] += weight
         averaged_steps.append(older.state.step)
         progress(len(averaged_steps), num_averaged)
         if len(averaged_steps) == num_averaged:
             means = {name: (total / num_averaged).float() for name, total in sums.items()}
-            return chosen._replace(weights=means, steps=tuple(reversed(averaged_steps)))
+            return newest._replace(weights=means, steps=tuple(reversed(averaged_steps)))
     raise UserError(
         f"{_urls(targets)}: a mean of {num_averaged} checkpoints was asked for, but up to step {newest_step:,} only "
         f"{len(averaged_steps)} good checkpoints are there; ask for a mean of {len(averaged_steps)}, and set "

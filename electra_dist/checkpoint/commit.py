@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -81,8 +80,8 @@ def _take_number(
 ) -> int:
     """Reserve the next number that no start of the run has taken in any of the stores, and return it.
 
-    Its file, with the content `document`, is created in each store. A start that does so at the same time gets another
-    number. Files of other runs are refused, but for this run's own of an older version, as `_check_older_run` says.
+    A file with this number and the content `document` is created in each store; another start at the same time gets
+    another number. If the newest file in a store has another content, `_check_older_run` may refuse it.
     """
     for _ in range(_MOST_TRIES):
         newest_starts = in_parallel(_newest_start, targets)
@@ -115,7 +114,7 @@ def _check_older_run(
 ) -> None:
     """Raise an error unless this run, with older numerics, wrote `found_document`: the newest start's file in a store.
     It is UserError for another run, and OtherNumerics for this run unless the user accepts that numerics change.
-    `older_runs` is as in `begin_attempt`.
+    `older_runs` maps numerics (versions of random draws and rounding) to the digests that named this run then.
     """
     numerics_of_document = {_attempt_document(older_run): numerics for numerics, older_run in older_runs.items()}
     numerics = numerics_of_document.get(found_document)
@@ -206,7 +205,7 @@ def is_of_checkpoint(key: str) -> bool:
 
 
 def is_older(key: str, attempt: int) -> bool:
-    """Return whether a key of a store is in the folder of a checkpoint that an earlier start than `attempt` began."""
+    """Return whether a store's key is in the folder of a checkpoint from an earlier start than number `attempt`."""
     folder = key.partition("/")[0]
     step_and_attempt = parse_folder(folder)
     if step_and_attempt is None:
@@ -249,19 +248,11 @@ def _wait_for_files(checkpoint: Checkpoint, world_size: int, on_progress: Callab
     deadline = time.monotonic() + limit_s
     poll_s = _POLL_S
     while True:
-        files_of_ranks: dict[int, list[FileEntry]] = defaultdict(list)
-        for key, size_bytes in checkpoint.store.sizes(checkpoint.key("rank-")).items():
-            file = FileEntry.parse(key.removeprefix(checkpoint.key("")))
-            if file is not None and file.size_bytes == size_bytes:
-                files_of_ranks[file.rank].append(file)
-        has_second_file = any(len(files) > 1 for files in files_of_ranks.values())
-        has_unknown_rank = max(files_of_ranks, default=0) >= world_size
-        if has_second_file or has_unknown_rank:
-            raise _two_writers(checkpoint, "written its files into this start's folder")
+        files = _complete_files(checkpoint, world_size)
         on_progress()
-        missing_ranks = set(range(world_size)) - set(files_of_ranks)
+        missing_ranks = set(range(world_size)) - set(files)
         if not missing_ranks:
-            return tuple(files_of_ranks[rank][0] for rank in range(world_size))
+            return tuple(files[rank] for rank in range(world_size))
         if time.monotonic() > deadline or checkpoint.store.patience.is_abandoned:
             raise TimeoutError(
                 f"checkpoint {checkpoint.url} was not committed: the file of rank {min(missing_ranks)} was not "
@@ -270,6 +261,21 @@ def _wait_for_files(checkpoint: Checkpoint, world_size: int, on_progress: Callab
             )
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+
+def _complete_files(checkpoint: Checkpoint, world_size: int) -> dict[int, FileEntry]:
+    """List the tensor files of a checkpoint that have their full size: rank -> file.
+    Raises Fenced for a second file of a rank or a file of rank `world_size` or above, which another process wrote.
+    """
+    files: dict[int, FileEntry] = {}
+    for key, size_bytes in checkpoint.store.sizes(checkpoint.key("rank-")).items():
+        file = FileEntry.parse(key.removeprefix(checkpoint.key("")))
+        if file is None or file.size_bytes != size_bytes:
+            continue
+        if file.rank in files or file.rank >= world_size:
+            raise _two_writers(checkpoint, "written its files into this start's folder")
+        files[file.rank] = file
+    return files
 
 
 def _read_ranges(

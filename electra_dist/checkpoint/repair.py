@@ -213,7 +213,7 @@ def _repair_checkpoint(
 def _is_copy(copy: Checkpoint, found: Found, owner: Owner | None) -> bool:
     """Return whether `copy`, of the same name, is a copy of `found`: it has the same manifest.
     A save writes the same files, digests and time to all targets, so the manifests of copies are equal. If the
-    manifest of `found` is lost, the same run is enough.
+    manifest of `found` is lost, it is enough that the run `owner` wrote the copy.
     """
     manifest = _manifest_in(copy.store, copy)
     if manifest is None:

@@ -117,7 +117,7 @@ def _read(
 
 
 def _error_of_all(own_error: TornCheckpoint | StoreError) -> type[TornCheckpoint | StoreError]:
-    """Return which of `_ERRORS` stands for the error that one rank has met."""
+    """Return the class of the error that all ranks raise when one rank has met `own_error`."""
     if isinstance(own_error, Discarded):
         return Discarded
     if isinstance(own_error, (TornCheckpoint, StoreMissing)):

@@ -161,11 +161,11 @@ class GoodCopy(NamedTuple, Generic[T]):
 def first_good(
     groups: Sequence[Sequence[Checkpoint]], read: Callable[[Checkpoint], T]
 ) -> tuple[GoodCopy[T] | None, dict[Checkpoint, Exception]]:
-    """Return the first checkpoint that is good, or None if all are damaged, and every damaged copy found on the way.
+    """Return the first good checkpoint, or None if all are damaged; also return the damaged copies that were read.
     Each item of `groups` has the copies of one checkpoint in several stores. `read` reads a copy, and raises
-    TornCheckpoint or StoreMissing if it is damaged. The next item is tried only if all copies of one are damaged. A
-    copy that raises another StoreError may be good, so the error is raised unless another copy is good. A store that
-    does not respond is waited for only after all copies were tried with a short wait.
+    TornCheckpoint or StoreMissing if it is damaged. The next checkpoint is tried only if all copies of one are
+    damaged. Any other StoreError, which leaves open whether the copy is good, is raised if no other copy is good. All
+    copies are tried with a short wait before a store that does not respond is waited for.
     """
     damaged: dict[Checkpoint, Exception] = {}
     for copies in groups:

@@ -30,7 +30,7 @@ PIECE = 1 << 22  # elements of fp32: 16 MiB
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
     """A range of one parameter that a rank holds: elements [start, start + numel) of the flattened parameter.
-    The views share memory with the tensors of, for example, the training state.
+    Its weights and optimizer moments are views, which share memory with the tensors of the training state.
     """
 
     name: str  # of the parameter

@@ -127,7 +127,7 @@ class Corpora:
         return tuple(phase.manifest.fingerprint for phase in self.phases)
 
     def shard_name(self, shard: int) -> str:
-        """Return a shard's file name for messages, by its index in `shards`; see `row_name` for later phases."""
+        """Return the file name of a shard, an index in `shards`, with "phase-n/" before it after the first phase."""
         phase, _ = place_of(shard, [len(phase.manifest.shards) for phase in self.phases])
         name = self.shards[shard].entry.name
         return f"phase-{phase}/{name}" if phase else name

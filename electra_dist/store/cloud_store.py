@@ -54,7 +54,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _LIST_PAGE = 1_000
 
-_MISSING_CODES = {"BlobNotFound", "NoSuchKey", "ResourceNotFound"}
+_MISSING_CODES = {"", "BlobNotFound", "NoSuchKey", "ResourceNotFound"}  # "": an answer without a code
 _SET_CREDENTIALS = {
     "az://": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, another credential that obstore reads "
     "from the environment, or give the node an identity",
@@ -216,7 +216,10 @@ class CloudStore(RemoteStore):
 
     @override
     def download(self, key: str, sink: IO[bytes], *, must_exist: bool, start: int = 0, end: int | None = None) -> None:
-        """Read the object in ranges; if it is replaced meanwhile, begin again."""
+        """Write an object, or its bytes [start, end), to `sink`, in requests of up to 8 MiB.
+
+        If the object is replaced meanwhile, the download begins again with the new version.
+        """
         check_key(key)
         furthest = 0
         etag = None
@@ -262,9 +265,9 @@ class CloudStore(RemoteStore):
         return _RangeAnswer(data, size, answer.meta["e_tag"])
 
     def _call(self, key: str, operation: Callable[[Any], Result]) -> Result:
-        """Call an operation with obstore's client until it succeeds or fails for good, and return its result.
+        """Call an operation with obstore's client until it succeeds or fails for good; return its result.
 
-        `key` is for messages only.
+        `key` names the object in messages.
         """
         with self.patience.outage() as outage:
             while True:
@@ -347,7 +350,7 @@ def _put_parts(client: Any, key: str, content: Path | Iterator[bytes]) -> None:
 
 
 def _slices(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes]:
-    """Yield pieces of memory in slices of the size of a part, so that no large piece is copied as a whole."""
+    """Yield the bytes of all pieces in slices of at most 8 MiB, so that no large piece is copied as a whole."""
     for piece in pieces:
         for start in range(0, len(piece), PART_BYTES):
             yield bytes(piece[start : start + PART_BYTES])
@@ -356,16 +359,18 @@ def _slices(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes]:
 def _failure(error: Exception) -> Failure:
     """Look up what an exception of obstore means: by the code in its text, else by its status, else by its class."""
     text = str(error)
-    code = _CODE.search(text)
-    status = _STATUS.search(text)
-    if code is not None and code[1] in _CODES:
-        return _CODES[code[1]]
-    if isinstance(error, FileNotFoundError) and (code is None or code[1] in _MISSING_CODES):
+    found_code = _CODE.search(text)
+    code = found_code[1] if found_code else ""
+    if code in _CODES:
+        return _CODES[code]
+    if isinstance(error, FileNotFoundError) and code in _MISSING_CODES:
         return NOT_FOUND
     if _is_replaced(error):
         return _REPLACED
-    if status is not None:
-        return _failure_of_status(code[1] if code is not None else "", int(status[1]))
+    status = _STATUS.search(text)
+    if status:
+        return _failure_of_status(code, int(status[1]))
+    # Without an answer of the service, no request was sent, or it has failed on the way.
     if type(error).__name__ in _CLASSES_WITHOUT_CREDENTIALS:
         return _NOT_ACCEPTED
     for part, failure in _TEXTS_WITHOUT_ANSWER.items():
@@ -375,7 +380,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def _failure_of_status(code: str, status: int) -> Failure:
-    """Look up what an error code, which may be empty, and an HTTP status mean: the same as in S3."""
+    """Return what an error code ("" if there is none) and an HTTP status mean: the same as in an answer of S3."""
     code = safe_code(code)
     found = s3_failure(code, status)
     words = {"code": code, "status": status, "bucket": ""}

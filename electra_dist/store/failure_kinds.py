@@ -71,7 +71,8 @@ def away(reason: str, advice: str, *, renew: bool = False) -> Failure:
 def _user(reason: str, advice: str, *, then_away: bool = False, renew: bool = False) -> Failure:
     """Return a failure of kind USER: the user must correct something.
 
-    With `then_away`, its kind is AWAY if the service has answered before; `renew` is as in `away`.
+    With `then_away`, its kind is AWAY if the service has answered before. With `renew`, the next try reads the
+    credentials again.
     """
     later = FailureKind.AWAY if then_away else None
     return Failure(

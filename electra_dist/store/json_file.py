@@ -108,7 +108,8 @@ def find_document(
 ) -> T | None:
     """Return the JSON object in a local file or in an object of a store (store, key), or None if there is none.
 
-    It is converted to `kind`; if it is damaged, `error_class` is raised. `next_step` is as in `read_document`.
+    It is converted to `kind`. If it is damaged, `error_class` is raised; `next_step` ends the message with what the
+    user can do.
     """
     if isinstance(place, Path):
         return read_document(place, kind, next_step) if place.exists() else None
@@ -143,7 +144,10 @@ def parse_document(
 
 
 def read_json_object(path: Path, next_step: str) -> dict[str, Any]:
-    """Return the JSON object in a local file, whatever its keys are; `next_step` is as in `read_document`."""
+    """Return the JSON object in a local file, whatever its keys are.
+
+    Raises StoreMissing if there is no file, UserError if it is damaged; `next_step` then says what the user can do.
+    """
     return read_document(path, _OBJECT, next_step)
 
 
@@ -155,7 +159,7 @@ def damaged_file(
 
 
 class Difference(NamedTuple):
-    """First value, in the order of `first_difference`, in which two JSON trees differ."""
+    """Place at which two JSON trees differ: the key, and the value that each tree has there."""
 
     key: str  # dotted, such as "model.encoder.layers" or "sources.0.path"
     old: object  # None if the first tree lacks the key

@@ -203,7 +203,7 @@ class Patience:
 
     @contextlib.contextmanager
     def outage(self) -> Iterator[Outage]:
-        """Give an `Outage` to a `with` block that repeats one operation itself: it calls `wait_after` at each failure.
+        """Give an `Outage` to a `with` block that repeats an operation: the block calls `wait_after` at each failure.
 
         If the block ends without an exception, the operation has succeeded, and a wait that was shown is over.
         """
@@ -240,7 +240,7 @@ class Patience:
         return self._is_abandoned.is_set()
 
     def draw_pause_s(self, num_failures: int) -> float:
-        """Return for how long to sleep after the latest of so many failures, and count the try that follows."""
+        """Draw the seconds to sleep after failure number `num_failures` (from 1); count the try that follows."""
         # Without the bound, the power overflows after a thousand failures.
         doublings = min(num_failures - 1, 30)
         longest_s = min(self.pace.longest_pause_s, self.pace.first_pause_s * 2.0**doublings)
@@ -260,7 +260,7 @@ class Patience:
                 return
 
     def storage_lost(self, first_failure: str, waited_s: float) -> StorageLost:
-        """Return the error for an operation that is given up."""
+        """Return, not raise, the error for an operation that is given up after `waited_s` seconds."""
         text = first_failure
         limit_s = self.limit_now_s()
         if limit_s > 0:

@@ -95,7 +95,7 @@ class Again(Exception):
 
 
 def broken(reason: str, advice: str = CHECK_SERVICE) -> Again:
-    """Return the error for a missing or wrong answer, after which the caller sends the request again.
+    """Return, not raise, the error for a missing or wrong answer, after which the request is sent again.
 
     `advice` is the user's next step if all repetitions fail.
     """
@@ -210,10 +210,10 @@ def pages(
 ) -> Iterator[dict[str, Any]]:
     """Yield the entries of a listing of S3, page by page; raise Again if the listing does not advance.
 
-    `request(arguments, check)` fetches a page, and repeats this if `check(page)` raises Again. `next_fields` maps an
-    argument of the next request to the field of the page that holds its value. `name_of` returns what identifies an
-    entry. After Again, the caller must begin the listing anew. More than 10,000 pages (ten million entries) raise
-    StoreError.
+    `request(arguments, check)` fetches a page, and repeats this if `check(page)` raises Again. The field
+    `entries_field` of a page holds its entries. `next_fields` maps an argument of the next request to the field of the
+    page that holds its value. `name_of` returns what identifies an entry. After Again, the caller must begin the
+    listing anew. More than 10,000 pages (ten million entries) raise StoreError.
     """
 
     def check_page(page: dict[str, Any]) -> None:

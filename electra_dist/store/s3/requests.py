@@ -289,7 +289,10 @@ class S3Requests:
         next_fields: dict[str, str],
         name_of: Callable[[dict[str, Any]], tuple[str, ...]],
     ) -> Sequence[dict[str, Any]]:
-        """Return all entries of an S3 listing; if it does not advance, begin it again. The arguments go to `pages`."""
+        """Return all entries of a listing by boto3's method `operation`; if it does not advance, begin it again.
+
+        The other arguments are as in `pages`, but for `prefix`, with which the listed keys begin.
+        """
 
         def fetch_page(arguments: dict[str, Any], check: Callable[[Answer], None]) -> Answer:
             return self.call("", operation, arguments, check=check)

@@ -158,7 +158,7 @@ class S3Store(RemoteStore):
 
     @override
     def discard_unfinished(self, prefix: str, doomed: Callable[[str], bool]) -> int:
-        """Abort the unfinished multipart uploads of such keys."""
+        """Abort the unfinished multipart uploads to `doomed` keys that begin with `prefix`; return their number."""
         uploads = self._requests.list_all(
             "list_multipart_uploads",
             prefix,
