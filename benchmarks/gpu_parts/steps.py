@@ -30,10 +30,11 @@ from electra_dist.collectives import Choice
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.corpus.builder.examples import make_rows
+from electra_dist.gpu_models import peak_flops
 from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import choose_attention
 from electra_dist.model.compile_layers import compile_layers
-from electra_dist.model.counts import peak_flops, token_flops
+from electra_dist.model.counts import token_flops
 from electra_dist.model.encoder import Encoder
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.objectives.base import Objective, StepInput

@@ -11,19 +11,14 @@ If `mask_prob` is scheduled, its mean over the run is used for every step. Embed
 and recomputation are not counted. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The
 reference's own script counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
 
-Peaks, for model FLOPs utilisation (MFU), are the vendors' dense 16-bit tensor figures with fp32 accumulation. A device
-that is not listed has no peak, and no MFU is reported for it, nor for fp32 runs, because a guess would be worse than
-no figure.
-
 Limits: every row counts as full. Packed examples attend to fewer than `seq_len` tokens, and pads are not real tokens,
 so MFU is that of the nominal shape.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.config.schedule import mean_value
@@ -249,55 +244,6 @@ def _encoder_flops(model: ModelConfig, tower: TowerConfig, embedding_size: int, 
     num_matrices = 3 if model.architecture == "modern" else 2  # a gated feed-forward network has one matrix more
     feed_forward = 2 * num_matrices * hidden * tower.intermediate_size
     return projection + scores_and_weighted_values + tower.num_layers * (query_key_value_output + feed_forward)
-
-
-# Words that the device's name must contain -> dense TFLOP/s. The first match counts, so "h100 pcie" is before "h100".
-# Source: the vendor's data sheets; a figure that they state with sparsity is halved. V100 has no bf16, so its figure
-# is that of fp16.
-_PEAK_TFLOPS = {
-    "gb200": 2500.0,
-    "b200": 2250.0,
-    "gh200": 989.4,
-    "h200 nvl": 835.5,
-    "h200": 989.4,
-    "h100 nvl": 835.5,
-    "h100 pcie": 756.0,
-    "h100 hbm2e": 756.0,
-    "h100": 989.4,
-    "h800 pcie": 756.0,
-    "h800": 989.4,
-    "h20": 148.0,
-    "a100": 312.0,
-    "a800": 312.0,
-    "a40": 149.7,
-    "a30": 165.0,
-    "a10": 125.0,
-    "l40s": 362.0,
-    "l40": 181.0,
-    "l4": 121.0,
-    "v100 pcie": 112.0,
-    "v100": 125.0,
-}
-
-KNOWN_GPUS = tuple(words.upper() for words in _PEAK_TFLOPS if " " not in words)
-GPUS_WITHOUT_BF16 = ("V100",)  # of KNOWN_GPUS
-
-
-def peak_flops(device_name: str, precision: Literal["bf16", "fp16", "fp32"] = "bf16") -> float | None:
-    """Return the dense 16-bit peak of a GPU in FLOP/s; None for an unlisted GPU, a slice of a GPU (MIG), or fp32.
-
-    `device_name` is the driver's name ("NVIDIA H100 80GB HBM3") or just the model ("H100"); case and punctuation do
-    not matter. bf16 and fp16 have the same peak; V100 has fp16 only.
-    """
-    if precision == "fp32":
-        return None
-    name_words = set(re.split(r"[^a-z0-9]+", device_name.lower()))  # {"nvidia", "h100", "80gb", "hbm3"}
-    if "mig" in name_words:
-        return None
-    for model_words, tflops in _PEAK_TFLOPS.items():
-        if name_words.issuperset(model_words.split()):
-            return tflops * 1e12
-    return None
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, num_gpus: int, peak: float) -> float:

@@ -25,26 +25,6 @@ from electra_dist.model.counts import frozen_generator_parameters, parameter_cou
 FREE_FRACTION = 0.1  # of the GPU's memory, not used; the same as for `train.micro_batch: auto`
 FIXED_BYTES = 1e9  # CUDA context and the libraries' workspaces; an estimate
 HEAD_CHUNK_ROWS = 4096  # masked positions whose logits over the vocabulary exist at the same time
-# Memory of the GPUs that `model/counts.py` knows, in GB, as the vendor's data sheets state it. Some are sold with
-# another size, too: A100 with 40, V100 with 16, GH200 with 144.
-GPU_MEMORY_GB = {
-    "GB200": 186,
-    "B200": 180,
-    "GH200": 96,
-    "H200": 141,
-    "H100": 80,
-    "H800": 80,
-    "H20": 96,
-    "A100": 80,
-    "A800": 80,
-    "A40": 48,
-    "A30": 24,
-    "A10": 24,
-    "L40S": 48,
-    "L40": 48,
-    "L4": 24,
-    "V100": 32,
-}
 
 
 class MicroBatchLimit(NamedTuple):

@@ -29,16 +29,14 @@ from typing import Literal
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
-from electra_dist.model.counts import parameter_counts, peak_flops, token_flops
+from electra_dist.gpu_models import MEMORY_BYTES_PER_S, NODE_LINK, peak_flops
+from electra_dist.model.counts import parameter_counts, token_flops
 from electra_dist.planning.training_days import LAUNCH_S, OPERATORS_OF_UPDATE, launch_seconds
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
 BANDWIDTH_SHARE = 0.8  # share of the nominal bandwidth of a link or a memory that is reached; assumed
 BACKWARD_SHARE = 2 / 3  # share of a micro-batch's time: a backward pass has twice the products of a forward pass
-
-# Bytes per second of the memory of a GPU, from the vendors' data sheets.
-_MEMORY_BYTES_PER_S = {"A100": 2.0e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "GB200": 8e12}
 
 # Bytes of memory traffic for each parameter.
 _BYTES_OF_A_SUM = 4 + 4 + 2  # in a micro-batch: fp32 sum read and written, bf16 gradient read
@@ -54,8 +52,6 @@ ASSUMPTIONS = (
     "latency, stragglers, checkpoints, evaluation and data stalls are not counted",
 )
 
-# Bytes per second that a GPU sends to others of its node: half of the vendors' two-way NVLink figures.
-_NODE_LINK = {"A100": 300e9, "H100": 450e9, "H200": 450e9, "B200": 900e9, "GB200": 900e9}
 _PERSISTENT = 100_000  # elements; DeepSpeed's stage3_param_persistence_threshold
 
 
@@ -119,13 +115,13 @@ def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: i
 
     In this time the GPU reads and writes memory (to add up gradients per micro-batch, for the norm and the update), or
     waits for the host, which launches the update only after it has read the norm. From ZeRO stage 1 on, each rank
-    updates only its share of the parameters. `gpu` is a key of `_MEMORY_BYTES_PER_S`, such as "H100".
+    updates only its share of the parameters. `gpu` is a key of `MEMORY_BYTES_PER_S`, such as "H100".
     """
     num_updated = num_parameters / ranks if stage > 0 else num_parameters
     gradient_bytes = num_parameters * (_BYTES_OF_A_SUM * micro_batches + _BYTES_OF_AN_EXCHANGE)
     num_bytes = gradient_bytes + num_updated * _BYTES_OF_AN_UPDATE
     wait_s = OPERATORS_OF_UPDATE * LAUNCH_S
-    return num_bytes / (BANDWIDTH_SHARE * _MEMORY_BYTES_PER_S[gpu]) + wait_s
+    return num_bytes / (BANDWIDTH_SHARE * MEMORY_BYTES_PER_S[gpu]) + wait_s
 
 
 def parse_fabric(text: str) -> float:
@@ -200,10 +196,10 @@ def scale(config: Config, cluster: Cluster) -> list[Scaled]:
         power_of_two *= 2
     node_counts.append(cluster.nodes)
 
-    if cluster.gpu.upper() not in _NODE_LINK:
+    if cluster.gpu.upper() not in NODE_LINK:
         raise UserError(
             f"--gpu {cluster.gpu}: the bandwidth of its links within a node is not known; "
-            f"set --gpu to one of {', '.join(_NODE_LINK)}"
+            f"set --gpu to one of {', '.join(NODE_LINK)}"
         )
     # The micro-batch is 0 for a number of GPUs that cannot share the global batch.
     fitting_counts = [
@@ -249,7 +245,7 @@ def _scaled(config: Config, cluster: Cluster, nodes: int, gpu_tokens_per_s: floa
         micro_batches=micro_batches,
         exchanges_fp32=True,
     )
-    slowest_link = _NODE_LINK[gpu_model]
+    slowest_link = NODE_LINK[gpu_model]
     if nodes > 1:
         slowest_link = min(slowest_link, cluster.fabric_bytes_per_s)
     bytes_per_s = BANDWIDTH_SHARE * slowest_link

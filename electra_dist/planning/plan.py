@@ -20,7 +20,8 @@ from electra_dist.config.sections.training import NamedCorpus
 from electra_dist.data.corpora import check_corpus_fits, steps_of_phases, with_corpus_vocabulary
 from electra_dist.data.manifest import MANIFEST_KEY, CorpusManifest, read_manifest
 from electra_dist.engine.state_layout import PARTS, StateLayout, state_layout
-from electra_dist.planning.activation_memory import GPU_MEMORY_GB, micro_batch_limit
+from electra_dist.gpu_models import GPU_MEMORY_GB
+from electra_dist.planning.activation_memory import micro_batch_limit
 from electra_dist.planning.multi_node_scaling import Cluster, Scaled, scale
 from electra_dist.planning.training_days import Budget, make_budget
 from electra_dist.store.open_store import REMOTE_SCHEMES, open_store

@@ -18,8 +18,9 @@ from electra_dist.config.schedule import Schedule, schedules_of, value_at
 from electra_dist.console import Console
 from electra_dist.engine.state_layout import PARTS
 from electra_dist.escapes import printable
-from electra_dist.model.counts import GPUS_WITHOUT_BF16, frozen_generator_parameters
-from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB, micro_batch_limit
+from electra_dist.gpu_models import GPU_MEMORY_GB, GPUS_WITHOUT_BF16
+from electra_dist.model.counts import frozen_generator_parameters
+from electra_dist.planning.activation_memory import FREE_FRACTION, micro_batch_limit
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled
 from electra_dist.planning.paper_flops import generator_training, run_flops_by_paper
 from electra_dist.planning.plan import Plan, PlannedPhase

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 from electra_dist.config import Config
 from electra_dist.errors import UserError
+from electra_dist.gpu_models import KNOWN_GPUS, peak_flops
 from electra_dist.model.counts import (
-    KNOWN_GPUS,
     ParameterCounts,
     TokenFlops,
     parameter_counts,
-    peak_flops,
     run_flops,
     token_flops,
 )

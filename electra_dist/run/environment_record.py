@@ -29,7 +29,7 @@ from pydantic import Field
 
 from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.errors import NodeError
-from electra_dist.gpu_cores import VISIBLE_DEVICES, hides_all_gpus, num_gpus
+from electra_dist.gpu_affinity import VISIBLE_DEVICES, hides_all_gpus, num_gpus
 from electra_dist.run.folder import ENVIRONMENT_FILE
 from electra_dist.run.records import Count, Number, Record
 from electra_dist.store.atomic_files import PRIVATE, replacing

@@ -31,7 +31,8 @@ from electra_dist.data.receipt import Receipt
 from electra_dist.engine.bit_settings import changed_draws
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
-from electra_dist.model.counts import mfu, peak_flops, token_flops
+from electra_dist.gpu_models import peak_flops
+from electra_dist.model.counts import mfu, token_flops
 from electra_dist.nvml import worst
 from electra_dist.report.tracking import (
     BackgroundTracker,

@@ -12,7 +12,8 @@ from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTrainin
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.config.load import load_config
-from electra_dist.model.counts import mfu, peak_flops, run_flops, token_flops
+from electra_dist.gpu_models import peak_flops
+from electra_dist.model.counts import mfu, run_flops, token_flops
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -33,7 +33,8 @@ from support.rehearsal import DeviceCall, Figures, Launch, build, rehearse, step
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.model.counts import mfu, parameter_counts, peak_flops, token_flops
+from electra_dist.gpu_models import peak_flops
+from electra_dist.model.counts import mfu, parameter_counts, token_flops
 from electra_dist.planning.multi_node_scaling import Cluster, scale
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -10,7 +10,8 @@ from pretended_gpu.drill import MODES, RECORD, REPOSITORY, header, row, summary
 from pretended_gpu.predict import ASSUMPTIONS
 
 from electra_dist.config.load import load_config
-from electra_dist.planning.activation_memory import FREE_FRACTION, GPU_MEMORY_GB
+from electra_dist.gpu_models import GPU_MEMORY_GB
+from electra_dist.planning.activation_memory import FREE_FRACTION
 
 RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="ascii"))
 

@@ -10,8 +10,8 @@ from support.rehearsal import build, bytes_per_row
 from support.rehearsal_cases import REPOSITORY
 
 from electra_dist.config.load import load_config
-from electra_dist.model.counts import KNOWN_GPUS
-from electra_dist.planning.activation_memory import GPU_MEMORY_GB, activation_bytes_per_row, micro_batch_limit
+from electra_dist.gpu_models import GPU_MEMORY_GB, KNOWN_GPUS
+from electra_dist.planning.activation_memory import activation_bytes_per_row, micro_batch_limit
 
 CONFIGS = REPOSITORY / "configs"
 # More rows than where a row outweighs the gradients, which the backward pass makes while it frees activations.

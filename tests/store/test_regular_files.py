@@ -27,7 +27,7 @@ OWN = {
     "electra_dist/data/cache_folder.py",
     "electra_dist/data/peer_group.py",
     "electra_dist/data/shard_server.py",
-    "electra_dist/gpu_cores.py",
+    "electra_dist/gpu_affinity.py",
     "electra_dist/store/atomic_files.py",
     "electra_dist/store/cloud_store.py",
     "electra_dist/report/model_card.py",

@@ -139,7 +139,7 @@ def usual_ranks(config: Config) -> int:
 
     For the first start it is the number that fits the machine.
     """
-    from electra_dist.gpu_cores import visible_devices
+    from electra_dist.gpu_affinity import visible_devices
     from electra_dist.run.environment_record import read_environment
 
     before: dict[str, int] = read_environment(Path(config.run_dir)).get("hosts", {})

@@ -4,7 +4,7 @@ Guarantee: when a byte is written into the pipe `ask-R` in the folder `--state`,
 Python stacks of all threads to the file `stack-R` there. It holds the interpreter lock meanwhile, so that no other
 thread changes its stack. If a hung library call keeps the lock, the signal STACK_SIGNAL makes faulthandler write the
 stacks without it. While threads run Python, this signal can crash the rank. The rank is bound to the CPU cores near
-its GPU (electra_dist/gpu_cores.py).
+its GPU (electra_dist/gpu_affinity.py).
 
 When the supervisor ends while the rank runs, whatever has killed it, the rank saves a checkpoint and stops, as after
 SIGTERM, so that no rank trains on unwatched. A rank that has not installed its signal handlers yet has nothing to save
@@ -32,7 +32,7 @@ from typing import BinaryIO
 from electra_dist.engine.rank_environment import whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED
 from electra_dist.escapes import printable
-from electra_dist.gpu_cores import bind_to_gpu
+from electra_dist.gpu_affinity import bind_to_gpu
 from electra_dist.train.stop_request import UNWATCHED_SIGNAL
 from electra_launcher import pretrain
 from electra_launcher.entry import end_process_with, outlive_the_reader

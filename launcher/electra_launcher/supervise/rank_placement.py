@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra_dist.errors import UserError
-from electra_dist.gpu_cores import VISIBLE_DEVICES, num_gpus, visible_devices
+from electra_dist.gpu_affinity import VISIBLE_DEVICES, num_gpus, visible_devices
 
 NUM_PORTS = 64  # consecutive starts of the ranks use the ports in turn
 _DEFAULT_PORT = 29500

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from electra_dist.gpu_cores import cores_near_gpu, visible_devices
+from electra_dist.gpu_affinity import cores_near_gpu, visible_devices
 
 # PCI address -> minor number of the device file, cores near it. The minor numbers are not in the order of addresses.
 GPUS = {
@@ -119,7 +119,7 @@ def test_a_process_is_bound_to_these_cores_and_keeps_its_own_if_none_of_them_is_
     for address, cores in (("0000:07:00.0", str(allowed[0])), ("0000:0f:00.0", "9999")):
         (machine / "sys/bus/pci/devices" / address / "local_cpulist").write_text(cores + "\n")
     script = (
-        "import os, pathlib, sys\nfrom electra_dist.gpu_cores import bind_to_gpu\n"
+        "import os, pathlib, sys\nfrom electra_dist.gpu_affinity import bind_to_gpu\n"
         f"used = bind_to_gpu(int(sys.argv[1]), {{}}, pathlib.Path({str(machine)!r}))\n"
         "assert used == os.sched_getaffinity(0)\nprint(*sorted(used))\n"
     )
