@@ -232,16 +232,9 @@ class Engine:
         if optimizer_config.name == "muon":
             check_update(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
-        if self._needs_no_exchange():
-            self.deepspeed.enable_backward_allreduce = False
         self._overlaps = engine.overlap_communication and dist.get_world_size() > 1
         if isinstance(self._layout, Bf16Stage1):
-            is_last_micro_batch = self.deepspeed.is_gradient_accumulation_boundary
-            # On a CPU, runs that exist keep the bits of gradients that are rounded to bf16.
-            on_gpu = self.device.type == "cuda"
-            GradientSums(self.optimizer, is_last_micro_batch, overlaps=self._overlaps, takes_products=on_gpu)
-            if self._overlaps:
-                self.deepspeed.enable_backward_allreduce = False
+            self._take_over_gradient_sums()
         self.loss_scale: LossScale | None = None
         if train.precision == "fp16":
             self.loss_scale = self._install_loss_scale()
@@ -261,12 +254,18 @@ class Engine:
             self.notes.append(f"optimizer: {choice.name}, because {choice.reason}")
         return choice.name
 
-    def _needs_no_exchange(self) -> bool:
-        """Return whether to leave out the exchange of gradients, because a single rank has none to exchange with."""
-        # BF16_Optimizer would only copy all fp32 sums to a new buffer and back. An exchange in bf16 rounds the sums,
-        # so it is kept. At the other stages the function that exchanges gradients also updates the optimizer's state.
-        exchanges_fp32 = self.deepspeed.communication_data_type == torch.float32
-        return dist.get_world_size() == 1 and isinstance(self._layout, Bf16Stage1) and exchanges_fp32
+    def _take_over_gradient_sums(self) -> None:
+        """Add up gradients by `GradientSums`, and switch off DeepSpeed's exchange of them where it is not needed."""
+        is_last_micro_batch = self.deepspeed.is_gradient_accumulation_boundary
+        # On a CPU, runs that exist keep the bits of gradients that are rounded to bf16.
+        on_gpu = self.device.type == "cuda"
+        GradientSums(self.optimizer, is_last_micro_batch, overlaps=self._overlaps, takes_products=on_gpu)
+        # On a single rank BF16_Optimizer would only copy all fp32 sums to a new buffer and back. An exchange in bf16
+        # rounds the sums, so it is kept. At the other stages the function that exchanges gradients also updates the
+        # optimizer's state.
+        is_copy = dist.get_world_size() == 1 and self.deepspeed.communication_data_type == torch.float32
+        if self._overlaps or is_copy:
+            self.deepspeed.enable_backward_allreduce = False
 
     def _install_loss_scale(self) -> LossScale:
         loss_scale = LossScale()
