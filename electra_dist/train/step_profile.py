@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -117,8 +117,20 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionInUse:
+    """Backend of attention in the timed steps, with the reason for it, and the dropout of attention probabilities."""
+
+    backend: str
+    dropout: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Time that each part of a training step takes on this machine; `step_ms` is a median over the timed steps."""
+    """Time that each part of a training step takes on this machine; `step_ms` is a median over the timed steps.
+
+    `electra-dist speed --json` prints these fields by their names.
+    """
 
     device: str
     rows: str  # "corpus", or "made up" if there is no corpus
@@ -131,37 +143,9 @@ class StepProfile:
     operators_per_micro_batch: int  # operators of a whole step, the update included, divided by its micro-batches
     host_reads: int  # per step, reads of values on the device; on a CPU also those in CPU code of the model
     device_ms: float | None  # sum of the times of all operators on the GPU; None on a CPU
-    attention_backend: str
-    attention_reason: str
-    attention_dropout: float  # probability that is in effect
+    attention: AttentionInUse
     optimizer: str
     parts: tuple[Part, ...]  # the longest first
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the profile as a JSON tree, for `electra-dist speed --json`."""
-        return {
-            "device": self.device,
-            "rows": self.rows,
-            "micro_batch": self.micro_batch,
-            "micro_batches": self.micro_batches,
-            "step_ms": self.step_ms,
-            "tokens_per_s": self.tokens_per_s,
-            "wait_share": self.wait_share,
-            "padding_share": self.padding_share,
-            "operators_per_micro_batch": self.operators_per_micro_batch,
-            "host_reads": self.host_reads,
-            "device_ms": self.device_ms,
-            "attention": {
-                "backend": self.attention_backend,
-                "dropout": self.attention_dropout,
-                "reason": self.attention_reason,
-            },
-            "optimizer": self.optimizer,
-            "parts": [
-                {"name": part.name, "ms": part.ms, "share": part.share, "ceiling_ms": part.ceiling_ms}
-                for part in self.parts
-            ],
-        }
 
 
 def profile_step(config: Config, num_steps: int = 5, ranks_on_node: int = 1) -> StepProfile:
@@ -206,9 +190,9 @@ def profile_step(config: Config, num_steps: int = 5, ranks_on_node: int = 1) -> 
         operators_per_micro_batch=counter.num_operators // config.train.micro_batches(1),
         host_reads=counter.num_host_reads,
         device_ms=1e3 * profiled.device_s if device.type == "cuda" else None,
-        attention_backend=attention.name,
-        attention_reason=attention.reason,
-        attention_dropout=config.model.attention_dropout,
+        attention=AttentionInUse(
+            backend=attention.name, dropout=config.model.attention_dropout, reason=attention.reason
+        ),
         optimizer=engine.optimizer_name,
         parts=_parts(profiled, step_s),
     )

@@ -6,6 +6,7 @@ Modules that a command needs are imported when it runs, so that `--help` answers
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -158,7 +159,7 @@ def speed(
 
         profile = profile_step(config, steps, num_ranks)
     if as_json:
-        print(json.dumps(profile.as_json()))
+        print(json.dumps(dataclasses.asdict(profile)))
     else:
         _print_tables(profile, num_ranks)
         for line in advice(profile):
@@ -198,8 +199,8 @@ def advice(profile: StepProfile) -> list[str]:
             f"{host_share:.0%} of the step is Python and DeepSpeed on the host: raise train.micro_batch, or set "
             f"engine.compile: true"
         )
-    if profile.attention_backend == "sdpa" and profile.device_ms is not None:
-        lines.append(f"attention runs with a bias (sdpa: {profile.attention_reason}); see engine.attention")
+    if profile.attention.backend == "sdpa" and profile.device_ms is not None:
+        lines.append(f"attention runs with a bias (sdpa: {profile.attention.reason}); see engine.attention")
     if not lines:
         largest = profile.parts[0]
         lines.append(f"nothing stands out; the largest part is {largest.name} with {largest.share:.0%} of the step")
@@ -220,8 +221,8 @@ def _print_tables(profile: StepProfile, num_ranks: int) -> None:
     others = f" of one rank; `electra-dist train` starts {num_ranks} here" if num_ranks > 1 else ""
     facts.add_row("speed", f"{profile.tokens_per_s:,.0f} tokens/s{others}")
     facts.add_row("waiting for rows", f"{profile.wait_share:.1%}")
-    dropout = f"dropout {profile.attention_dropout}"
-    facts.add_row("attention", f"{profile.attention_backend}, {dropout} ({profile.attention_reason})")
+    attention = profile.attention
+    facts.add_row("attention", f"{attention.backend}, dropout {attention.dropout} ({attention.reason})")
     facts.add_row("operators", f"{profile.operators_per_micro_batch:,} per micro-batch")
     facts.add_row("host reads", f"{profile.host_reads:,} a step")
     if profile.device_ms is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from electra_launcher.cli.plans import _print_tables, advice
 
-from electra_dist.train.step_profile import HOST, Part, StepProfile
+from electra_dist.train.step_profile import HOST, AttentionInUse, Part, StepProfile
 
 
 def step_profile(**changes: object) -> StepProfile:
@@ -29,9 +29,7 @@ def step_profile(**changes: object) -> StepProfile:
         "operators_per_micro_batch": 3000,
         "host_reads": 1,
         "device_ms": 390.0,
-        "attention_backend": "flash",
-        "attention_reason": "",
-        "attention_dropout": 0.1,
+        "attention": AttentionInUse(backend="flash", dropout=0.1, reason=""),
         "optimizer": "FusedAdam",
         "parts": (Part(name="matrix products", ms=300.0, share=0.75), Part(name=HOST, ms=100.0, share=0.1)),
     }
@@ -85,7 +83,9 @@ def test_a_step_bound_by_the_host_is_advised_on_larger_micro_batches() -> None:
 
 
 def test_attention_with_a_bias_on_a_gpu_is_pointed_out_with_the_reason() -> None:
-    lines = advice(step_profile(attention_backend="sdpa", attention_reason="objective electric"))
+    attention = AttentionInUse(backend="sdpa", dropout=0.1, reason="objective electric")
+
+    lines = advice(step_profile(attention=attention))
 
     assert "objective electric" in lines[0]
 
