@@ -215,24 +215,30 @@ def write_model_folder(
     else:
         tokenizer_text = vocabulary.tokenizer_json.for_hugging_face()
     _write_file(out_dir / "tokenizer.json", tokenizer_text.encode())
-    tokenizer_config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_length,
-    }
-    if vocabulary.tokenizer_json is None:
-        tokenizer_config |= {"tokenizer_class": "BertTokenizer", "do_lower_case": lowercase}
-    if config["model_type"] == MODERNBERT.model_type:
-        # ModernBERT has no token types, and its models refuse them as inputs.
-        tokenizer_config |= {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": ["input_ids", "attention_mask"],
-        }
-    for role in _SPECIAL_TOKENS:
-        token_id = vocabulary.special[f"[{role.upper()}]"]
-        tokenizer_config[f"{role}_token"] = vocabulary.tokens[token_id]  # for WordPiece "mask_token": "[MASK]"
-    _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
+    has_token_types = config["model_type"] != MODERNBERT.model_type
+    _write_json(
+        out_dir / "tokenizer_config.json", _tokenizer_config(vocabulary, lowercase, max_length, has_token_types)
+    )
     # Last, so that a folder with weights is complete.
     _write_file(out_dir / "model.safetensors", save(dict(weights), metadata={"format": "pt"}))
+
+
+def _tokenizer_config(
+    vocabulary: Vocabulary, lowercase: bool, max_length: int, has_token_types: bool
+) -> dict[str, Any]:
+    is_word_piece = vocabulary.tokenizer_json is None
+    config: dict[str, Any] = {
+        "tokenizer_class": "BertTokenizer" if is_word_piece and has_token_types else "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+    }
+    if is_word_piece:
+        config["do_lower_case"] = lowercase
+    if not has_token_types:  # the models of ModernBERT, which has none, refuse them as inputs
+        config["model_input_names"] = ["input_ids", "attention_mask"]
+    for role in _SPECIAL_TOKENS:
+        token_id = vocabulary.special[f"[{role.upper()}]"]
+        config[f"{role}_token"] = vocabulary.tokens[token_id]  # for WordPiece "mask_token": "[MASK]"
+    return config
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
