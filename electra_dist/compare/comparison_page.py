@@ -153,12 +153,8 @@ def _bars(
 
     With `is_judged`, a bar also says whether the comparison's criterion is passed.
     """
-    reach = 100 * _standard_errors(results)
-    low_high = []  # ends of each bar, in percentage points
-    for difference in differences:
-        half_width = reach * (difference.standard_error or 0.0)
-        low_high.append((100 * difference.mean - half_width, 100 * difference.mean + half_width))
-    ends = [0.0, *(end for both in low_high for end in both)]
+    bounds = [_bounds(difference, _standard_errors(results)) for difference in differences]
+    ends = [0.0, *(end for low_high in bounds for end in low_high)]
     first, last = (min(ends), max(ends)) if any(ends) else (-1.0, 1.0)
     ticks = [float(tick) for tick in MaxNLocator(_NUM_TICKS).tick_values(first, last)]
 
@@ -167,7 +163,7 @@ def _bars(
 
     is_single = len(variables) == 2  # one objective besides the baseline, so the measures label the bars
     groups: dict[str, list[_Bar]] = {}
-    for difference, (low, high) in zip(differences, low_high, strict=True):
+    for difference, (low, high) in zip(differences, bounds, strict=True):
         remarks = [_judgement(results, difference) if is_judged else "", _seeds_text(results, difference)]
         bar = _Bar(
             label=difference.task if is_single else difference.entry,
@@ -188,6 +184,12 @@ def _bars(
         "ticks": [(position(tick), f"{tick:g}") for tick in ticks],
         "zero": position(0.0),
     }
+
+
+def _bounds(difference: Difference, num_errors: float) -> tuple[float, float]:
+    """Return the mean minus and plus `num_errors` standard errors (0 if unknown), both in percentage points."""
+    half_width = 100 * num_errors * (difference.standard_error or 0.0)
+    return 100 * difference.mean - half_width, 100 * difference.mean + half_width
 
 
 def _judgement(results: ComparisonResults, difference: Difference) -> str:

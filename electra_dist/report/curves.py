@@ -134,11 +134,8 @@ def _axis_positions(axes: Axes) -> dict[str, Any]:
 
 def _has_values(panel: Panel, runs: Sequence[RunCurves]) -> bool:
     """Return whether a run has recorded a value of a line of the diagram; baselines do not count."""
-    for run in runs:
-        for line in panel.lines:
-            if not line.is_baseline and len(run.curve(line).steps):
-                return True
-    return False
+    lines = [line for line in panel.lines if not line.is_baseline]
+    return any(len(run.curve(line).steps) for run in runs for line in lines)
 
 
 def _hover_lines(panel: Panel, runs: Sequence[RunCurves]) -> list[dict[str, Any]]:

@@ -109,13 +109,14 @@ def minimal_pairs(
     with progress_bar(Console(stderr=True)) as progress:
         if sentence_pairs is None:
             scores = score_minimal_pairs(encoder, pairs or _BUILT_IN_PAIRS, device, progress)
+            remarks = remarks_on_kinds(encoder, scores)
         else:
             scores = score_sentence_pairs(
                 encoder, sentence_pairs, device, progress, "word" if readout is _Readout.word else "token"
             )
+            remarks = remarks_on_pairs(encoder, sentence_pairs)
     out.print(_pairs_table(scores, encoder.name))
-    is_built_in = sentence_pairs is None
-    for line in remarks_on_kinds(encoder, scores) if is_built_in else remarks_on_pairs(encoder, sentence_pairs or ()):
+    for line in remarks:
         out.print(line, soft_wrap=True)
     if output:
         trees = [{key: value for key, value in score._asdict().items() if key != "hits"} for score in scores]
@@ -126,19 +127,20 @@ def _pairs_table(scores: Sequence[PairScore], name: str) -> Table:
     """Return a table of a model's scores on minimal pairs, a row for each phenomenon; `name` is the model's."""
     from rich.table import Table
 
-    by_readout = list(scores[-1].accuracy_by_readout)
+    readouts = list(scores[-1].accuracy_by_readout)
     table = Table(
         "phenomenon",
         "pairs",
         "accuracy",
         "s.e.",
-        *(f"by {name}" for name in by_readout),
+        *(f"by {readout}" for readout in readouts),
         "margin",
         "example",
         title=f"{name}: minimal pairs (chance 50 %; margin in nats)",
     )
     for score in scores:
-        shares = [score.accuracy, score.standard_error, *(score.accuracy_by_readout[name] for name in by_readout)]
+        of_readouts = [score.accuracy_by_readout[readout] for readout in readouts]
+        shares = [score.accuracy, score.standard_error, *of_readouts]
         percents = [f"{100 * share:.1f}" for share in shares]
         table.add_row(score.phenomenon, str(score.pairs), *percents, f"{score.margin:.2f}", score.example)
     return table
