@@ -277,12 +277,7 @@ class SquadTask(Task):
     def evaluate(
         self, model: TaskModel, encoder: Pretrained, settings: FinetuneConfig, progress: Progress
     ) -> TaskOutcome:
-        answers = find_answers(model, self.dev, encoder, settings, progress)
-        return self.score(answers.passages, answers.best, answers.no_answer)
-
-    def score(self, passages: list[Passage], best: dict[int, Span], no_answer: dict[int, float]) -> TaskOutcome:
-        """Compute the official metrics on the development questions; the arguments are the fields of `Answers`."""
-        return score_answers(self.version, self.dev, Answers(passages, best, no_answer))
+        return score_answers(self.version, self.dev, find_answers(model, self.dev, encoder, settings, progress))
 
 
 def _json_text(values: Mapping[str, str] | Mapping[str, float]) -> str:

@@ -121,20 +121,29 @@ def _open(
             f"another one with --text-a, or the file .txt if it has no header and one text on each line"
         )
     targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
-    labelled = [row for row, name in enumerate(texts.label) if columns.label and name]
-    if labelled and targets.labels and not set(texts.label) & set(targets.labels):
-        known = list_names(targets.labels)
-        found = count_names(texts.label[row] for row in labelled)
-        notes.append(
-            f"{file}: no label in `{columns.label}` ({found}) is one of the model's ({known}), so none is scored"
-        )
-        labelled = []
-    if 0 < len(labelled) < len(texts.a):
-        notes.append(f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored")
+    labelled, remarks = _labelled_rows(file, texts, columns.label, targets.labels)
     target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
-    return notes, lambda progress: _beside_own_columns(
+    return [*notes, *remarks], lambda progress: _beside_own_columns(
         table, _predict_texts(model, texts, targets, labelled, target_N1, progress)
     )
+
+
+def _labelled_rows(
+    file: Path, texts: Texts, column: str | None, known: Sequence[str]
+) -> tuple[list[int], Sequence[str]]:
+    """Return the rows whose labels, in `column`, are scored, and remarks on them for the user.
+
+    `known` are the model's labels, () for a regression. If no label is one of them, none is scored.
+    """
+    labelled = [row for row, name in enumerate(texts.label) if column and name]
+    if labelled and known and not set(texts.label) & set(known):
+        found = count_names(texts.label[row] for row in labelled)
+        return [], [
+            f"{file}: no label in `{column}` ({found}) is one of the model's ({list_names(known)}), so none is scored"
+        ]
+    if 0 < len(labelled) < len(texts.a):
+        return labelled, [f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored"]
+    return labelled, []
 
 
 def _open_words(model: TunedModel, file: Path) -> tuple[Sequence[str], Predict]:

@@ -19,7 +19,7 @@ from electra_dist.finetune.passage_windows import (
     window_spans,
     window_target,
 )
-from electra_dist.finetune.squad_task import SquadTask
+from electra_dist.finetune.squad_task import Answers, SquadTask, score_answers
 from electra_dist.pretrained.encoder import Pretrained
 
 # A row of 24 tokens: [CLS], 2 tokens of the question, [SEP], 19 tokens of the passage, [SEP].
@@ -190,8 +190,8 @@ def test_a_version_2_model_that_is_no_better_than_never_answering_counts_as_fail
     river_span = (-1.0, first, last)  # log-probability, first and last token
     span_of = {0: river_span, 1: river_span}
 
-    separated = task.score(passages, span_of, {0: -1.0, 1: 1.0})
-    reversed_order = task.score(passages, span_of, {0: 1.0, 1: -1.0})
+    separated = score_answers(2, task.dev, Answers(passages, span_of, no_answer={0: -1.0, 1: 1.0}))
+    reversed_order = score_answers(2, task.dev, Answers(passages, span_of, no_answer={0: 1.0, 1: -1.0}))
 
     assert separated.metrics["best_f1"] == 100.0
     assert separated.metrics["best_f1_threshold"] == -1.0
