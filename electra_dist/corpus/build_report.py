@@ -269,9 +269,9 @@ def find_preparations(inputs: Sequence[str], endpoint_url: str | None) -> dict[s
     """
     prepared: dict[str, PreparedText] = {}
     for location in inputs:
-        if "://" in location and not location.startswith(REMOTE_SCHEMES):
-            continue
         is_remote = location.startswith(REMOTE_SCHEMES)
+        if "://" in location and not is_remote:
+            continue  # a URL of another kind, such as hf://, to which no preparation writes
         path = location.rstrip("/") if is_remote else os.path.normpath(location)
         folder, _, name = path.rpartition("/")
         if name == _DOCUMENTS_FOLDER:
@@ -328,7 +328,8 @@ def remarks_on_shape(report: BuildReport) -> list[str]:
 def remarks_on_unknown_tokens(counts: Mapping[str, UnknownTokens], max_rate: float, key: str, place: str) -> list[str]:
     """Return a line for each source with 5 % of [UNK] or more; raise UserError if one has more than `max_rate`.
 
-    Both name `place`, such as the corpus's URL. The error also names `key`, the config key that sets `max_rate`.
+    Lines and error begin with `place`, such as the corpus's URL. The error also names `key`, the config key that sets
+    `max_rate`.
     """
     lines = []
     for source, count in counts.items():

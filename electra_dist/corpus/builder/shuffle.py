@@ -78,7 +78,7 @@ def copy_key(key: int, copy: int) -> int:
 
 
 def cell_of_original(cell: int, copy: int) -> int:
-    """Return the cell (range of shuffle keys) of the documents whose copies number `copy` lie in `cell`."""
+    """Return the cell (range of shuffle keys) of those documents whose copy number `copy` belongs to `cell`."""
     return (cell - copy * _CELLS_PER_COPY) % NUM_CELLS
 
 

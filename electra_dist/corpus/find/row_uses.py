@@ -48,7 +48,7 @@ class StepCounter:
         self._steps: dict[UseState, set[int]] = {"read": set(), "to come": set(), "skipped": set()}
 
     def add(self, uses: Sequence[RowUse]) -> None:
-        """Take the uses of one found row; a step that was counted for an earlier row is not counted again."""
+        """Count the steps that use one found row; a step that was counted for an earlier row is not counted again."""
         for use in uses:
             self._steps[use.state].add(use.step)
 

@@ -139,22 +139,30 @@ class _Search:
             whole = f" (one of the pattern {source})" if is_pattern else ""
             raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
         if root.is_dir():
-            for name, file in _FolderSearch(root, self.skipped).files():
-                reason = _reason_to_skip(file, name, self._with_pages)
-                if reason is None:
-                    self._add_file(name, file, _source_of(source, name), is_given=False)
-                else:
-                    self.skipped.skip_input(reason, name)
+            self._add_folder(root, source)
             return
-        if self._kind_of(root.name) is None:
-            if is_page(root.name):
-                raise UserError(f"--input {path}: holds web pages, not text; {_PREPARE_PAGES}")
-            known = known_endings(with_pages=self._with_pages)
-            raise UserError(f"--input {path}: unknown kind of file; known: {known}; convert or rename it")
+        self._refuse_unknown_kind(path)
         if root.is_file():
             self._add_file(root.name, root, source, is_given=True)
         else:
             self.skipped.skip_input("not_a_file", root.name)
+
+    def _add_folder(self, root: Path, source: str) -> None:
+        for name, file in _FolderSearch(root, self.skipped).files():
+            reason = _reason_to_skip(file, name, self._with_pages)
+            if reason is None:
+                self._add_file(name, file, _source_of(source, name), is_given=False)
+            else:
+                self.skipped.skip_input(reason, name)
+
+    def _refuse_unknown_kind(self, path: str) -> None:
+        name = Path(path).name
+        if self._kind_of(name) is not None:
+            return
+        if is_page(name):
+            raise UserError(f"--input {path}: holds web pages, not text; {_PREPARE_PAGES}")
+        known = known_endings(with_pages=self._with_pages)
+        raise UserError(f"--input {path}: unknown kind of file; known: {known}; convert or rename it")
 
     def _add_file(self, name: str, path: Path, source: str, *, is_given: bool) -> None:
         if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):

@@ -122,7 +122,7 @@ def read_parquet(stream: BinaryIO, text_field: str, *, with_fields: bool = False
     """
     source = _arrow_source(stream)
     schema = pyarrow.parquet.ParquetFile(source, pre_buffer=False).schema_arrow
-    path = _check_text_column(schema, text_field)
+    path = _path_to_text(schema, text_field)
     text_columns = [text_field, _ID_COLUMN] if _has_ids(schema) else [text_field]
     columns = None if with_fields else text_columns
     # Cells stay in the dictionary of their column, which has each text once, however often it is used.
@@ -142,7 +142,7 @@ def read_arrow(stream: BinaryIO, text_field: str, *, with_fields: bool = False) 
     options = pyarrow.ipc.IpcReadOptions(use_threads=False)
     open_reader = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
     reader = open_reader(source, options=options)
-    path = _check_text_column(reader.schema, text_field)
+    path = _path_to_text(reader.schema, text_field)
     batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
     for batch in batches:
         yield from _documents(batch, path, with_fields)
@@ -254,7 +254,7 @@ def _has_ids(schema: pyarrow.Schema) -> bool:
     return pyarrow.types.is_integer(column_type) or _is_text(column_type)
 
 
-def _check_text_column(schema: pyarrow.Schema, text_field: str) -> list[str]:
+def _path_to_text(schema: pyarrow.Schema, text_field: str) -> list[str]:
     """Return the names that lead to the column `text_field`: one or, as in "data.text", one for each level.
 
     Raises NoTextColumn if no or several columns have this name, or if it holds no text.

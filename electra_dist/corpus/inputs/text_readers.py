@@ -269,7 +269,7 @@ def local_path(file: InputFile, endpoint_url: str | None) -> Iterator[Path]:
 
 @functools.lru_cache(maxsize=1)
 def _store_of_inputs(url: str, endpoint_url: str | None) -> Store:
-    """Open the folder or bucket of an input file as a store; the next file mostly has the same one."""
+    """Open the folder or bucket of an input file as a store, which is kept for the next file of the same place."""
     return open_store(url, endpoint_url)
 
 

@@ -18,6 +18,7 @@ from textwrap import wrap
 from typing import Annotated, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from electra_dist.config.keys import flattened, section_class
 from electra_dist.config.sections.base import LocalFolder, NonNegative, Positive, Section
@@ -395,15 +396,9 @@ def _outline(section: type[BaseModel], indent: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         inner = section_class(field.annotation)
         entry = f"{indent}{name}:"
-        note = field.description or ""
-        if field.is_required():
-            note = f"required: {note}"
-        elif inner is None:
+        if inner is None and not field.is_required():
             entry += f" {_in_yaml(field.default)}"
-        elif field.default is None:
-            note = f"off; {note}"
-        if get_origin(field.annotation) is Literal:
-            note = f"{' or '.join(get_args(field.annotation))}; {note}"
+        note = _note_on(field, is_section=inner is not None)
         indent = " " * len(indent)
         if len(entry) + len(note) > _WIDTH:
             yield from wrap(note, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
@@ -413,6 +408,18 @@ def _outline(section: type[BaseModel], indent: str) -> Iterator[str]:
         if inner is not None:
             is_list = get_origin(field.annotation) is tuple
             yield from _outline(inner, f"{indent}  - " if is_list else f"{indent}  ")
+
+
+def _note_on(field: FieldInfo, *, is_section: bool) -> str:
+    """Return a field's description, preceded by its possible values, and by whether it is required or off."""
+    note = field.description or ""
+    if field.is_required():
+        note = f"required: {note}"
+    elif is_section and field.default is None:
+        note = f"off; {note}"
+    if get_origin(field.annotation) is Literal:
+        note = f"{' or '.join(get_args(field.annotation))}; {note}"
+    return note
 
 
 def _in_yaml(value: object) -> str:

@@ -210,12 +210,10 @@ def lines_of_lost_sources(report: PrepareReport, output: str) -> list[str]:
         if fields := source.get("other_fields"):
             lines.append(f"source {name}: {FIELDS_FOUND} (text_field): {', '.join(fields)}")
         if source["documents_out"] == 0 and source["documents_in"]:
-            drops: Counter[str] = Counter()
-            for step, reasons in report["dropped"].items():
-                for reason, count_of_source in reasons.items():
-                    drops[f"{step} ({reason})"] = count_of_source.get(name, 0)
-            steps = ", ".join(f"{step} {number:,}" for step, number in drops.most_common(_NAMED_DROPS) if number)
-            lines.append(f"source {name}: none of {source['documents_in']:,} documents is kept; dropped by {steps}")
+            lines.append(
+                f"source {name}: none of {source['documents_in']:,} documents is kept; dropped by "
+                f"{_steps_that_dropped(report, name)}"
+            )
     if report["documents_out"] == 0:
         found = "; ".join(lines) or "the sources have no documents"
         raise UserError(
@@ -223,6 +221,15 @@ def lines_of_lost_sources(report: PrepareReport, output: str) -> list[str]:
             "another `output` and `work`"
         )
     return lines
+
+
+def _steps_that_dropped(report: PrepareReport, source: str) -> str:
+    """Name the steps that dropped most of a source's documents, as in: "language (de) 1,024, exact (duplicate) 3"."""
+    drops: Counter[str] = Counter()
+    for step, reasons in report["dropped"].items():
+        for reason, count_of_source in reasons.items():
+            drops[f"{step} ({reason})"] = count_of_source.get(source, 0)
+    return ", ".join(f"{step} {number:,}" for step, number in drops.most_common(_NAMED_DROPS) if number)
 
 
 def remarks_on_shapes(report: PrepareReport) -> list[str]:

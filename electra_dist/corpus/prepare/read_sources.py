@@ -109,7 +109,7 @@ class ReadSources(PipelineStep):
 
 
 def _naming_key(pages: Iterator[SourceDocument]) -> Iterator[SourceDocument]:
-    """Yield `pages`; an error about the option `--text-field` names the key `text_field` of the source instead."""
+    """Yield `pages`; if an error advises the option `--text-field`, advise the source's key `text_field` instead."""
     try:
         yield from pages
     except UserError as error:

@@ -173,9 +173,9 @@ class _StageList:
         )
 
     def _add_documents(self, name: str, steps: Callable[[DropRecorder], list[Any]]) -> None:
-        """Add a stage that writes documents after the given steps; the last such stage formats them, for the output.
+        """Add a stage that writes documents after some steps; the last such stage also formats them for the output.
 
-        `steps` returns these steps; it gets the recorder that counts what they drop.
+        `steps` is called with the recorder that counts what is dropped, and returns the steps.
         """
         self._documents_left -= 1
         recorder = DropRecorder(self._config.samples_per_filter)
@@ -190,7 +190,7 @@ class _StageList:
         self._newest_documents = folder
 
     def _add_reading(self, name: str, step: Any) -> None:
-        """Add a stage in which `step` computes signatures of the documents that an earlier stage wrote last."""
+        """Add a stage that reads the documents of the newest stage that writes some, and gives them to `step`."""
         self._add(name, self._config.executor.tasks, [self._reader(DropRecorder(0)), step])
 
     def _reader(self, recorder: DropRecorder) -> ReadDocuments:
