@@ -43,7 +43,7 @@ def act_for(thread: int) -> None:
 
 
 class WaitReporter:
-    """Reporter of waits for storage. Any thread may call its methods."""
+    """Reporter of waits for storage to its owner, the thread that made it. Any thread may call its methods."""
 
     def __init__(self, note: Callable[[str], None], clock: Callable[[], float]) -> None:
         """Call `note` with a line when the first thread begins to wait, and with another when storage is back."""
@@ -87,8 +87,8 @@ class WaitReporter:
     def end(self, *, is_back: bool) -> None:
         """End the wait of this thread.
 
-        If it was the owner's last one, tell `on_wait`. If no thread waits any more and `is_back`, note that storage is
-        back.
+        If the owner waits for nothing any more, call `on_wait` with an empty text. If no thread waits any more and
+        `is_back`, note that storage is back.
         """
         thread = threading.get_ident()
         with self._lock:
@@ -104,7 +104,7 @@ class WaitReporter:
             self._note(f"storage is back after {waited_s:.0f} s: {reason.partition(';')[0]}")
 
     def beat(self) -> bool:
-        """Report through `on_wait` that this thread waits, if that is shown; return whether it is.
+        """Return whether this thread has begun a wait; if the owner is concerned, call `on_wait` with the reason.
 
         Call it about every second in an operation that takes long while its storage does not respond.
         """

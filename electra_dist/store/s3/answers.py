@@ -264,7 +264,7 @@ class RateMeter:
 
 
 class Download:
-    """State of one download: the version (ETag) of the object and the bytes received, which are in a file.
+    """State of one download of an object, or of a span of its bytes: its version (ETag), and the file of what arrived.
 
     The caller sends GET requests with the arguments `conditions()` and passes each answer to `receive`, until
     `complete` is true. After a fault, the next request asks for the missing bytes only.

@@ -260,7 +260,7 @@ class S3Requests:
         return object_info(answer)
 
     def download(self, key: str, sink: IO[bytes], *, must_exist: bool, start: int, end: int | None) -> None:
-        """Download an object, or the bytes [start, end), to an empty, seekable file, as `RemoteStore.download` says.
+        """Write an object, or its bytes [start, end), to `sink`, an empty, seekable file; an `end` of None is its end.
 
         After a failed attempt, the download continues after the last byte that arrived; if the object was replaced in
         the meantime, it starts again from the beginning.
