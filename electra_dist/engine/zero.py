@@ -343,7 +343,7 @@ class LossScale(DynamicLossScaler):
 
     @property
     def state(self) -> LossScaleState:
-        """The loss scale and its counters, with which `restore` continues exactly."""
+        """Return the loss scale and its counters, with which `restore` continues exactly."""
         return LossScaleState(
             scale=float(self.cur_scale),
             stable_steps=self.cur_iter - self.last_overflow_iter - 1,

@@ -34,7 +34,7 @@ class ParameterCounts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of all trainable parameters; those that both networks share count once."""
+        """Return the number of all trainable parameters; those that both networks share count once."""
         return self.discriminator + self.generator_only
 
 
@@ -140,7 +140,7 @@ class TokenFlops:
 
     @property
     def total(self) -> float:
-        """Training FLOPs per token of generator and discriminator together."""
+        """Return the training FLOPs per token of generator and discriminator together."""
         return self.discriminator + self.generator
 
 

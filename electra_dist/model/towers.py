@@ -70,7 +70,7 @@ _GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
 class Parts(NamedTuple):
-    """Classes of which the towers of an architecture consist; those of one field take the same arguments."""
+    """Module classes of one architecture; the classes that the architectures have in one field take equal arguments."""
 
     embeddings: type[Embeddings]  # (model, number of features)
     encoder: type[Encoder]  # (model, tower, number of features that the layers receive)

@@ -55,7 +55,7 @@ class Guard:
 
     @property
     def recent_losses(self) -> tuple[float, ...]:
-        """The accepted losses that a new loss is compared with, at most `guard.window`, the oldest first."""
+        """Return the accepted losses that a new loss is compared with, at most `guard.window`, the oldest first."""
         return tuple(self._losses)
 
     def fault(self, loss: float) -> str:

@@ -131,7 +131,7 @@ class RankMonitor:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds per step over the newest steps, as in the heartbeat; None until enough steps were timed."""
+        """Return the median seconds of the newest steps, as in the heartbeat; None until enough steps were timed."""
         return self._heartbeat.last.step_s
 
     def look(self, forward_s: float) -> RankObservation:

@@ -101,21 +101,15 @@ def _meet_peers(stack: contextlib.ExitStack) -> tuple[ShardServer | None, PeerGr
             server = ShardServer(_own_address(), token)
             stack.callback(server.close)
     own_address: list[Any] | None = list(server.address) if server is not None else None
-    address_of_rank = gather(own_address)
+    addresses = gather(own_address)
     first_ranks = [rank for rank, is_first in enumerate(gather(is_first_on_node())) if is_first]
     # Ranks of one node have consecutive numbers, so the first rank of this node is the last one up to this rank.
     first_rank_of_node = max(rank for rank in first_ranks if rank <= dist.get_rank())
-    serving_ranks = []
-    addresses = []
-    for rank in first_ranks:
-        address = address_of_rank[rank]
-        if address is not None:
-            serving_ranks.append(rank)
-            addresses.append(Address(*address))
-    if first_rank_of_node not in serving_ranks:  # its ranks fetch from the store, and other nodes do not ask it
+    servers = {rank: Address(*address) for rank, address in enumerate(addresses) if address is not None}
+    if first_rank_of_node not in servers:  # its ranks fetch from the store, and other nodes do not ask it
         return None, None
-    own_node = serving_ranks.index(first_rank_of_node)
-    return server, PeerGroup(addresses, own_node, token)
+    own_node = list(servers).index(first_rank_of_node)
+    return server, PeerGroup(list(servers.values()), own_node, token)
 
 
 def _own_address() -> str:

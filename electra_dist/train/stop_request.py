@@ -66,7 +66,9 @@ class JobEndTime:
 
     def __init__(self) -> None:
         unix_time = os.environ.get(_JOB_END, "")
-        self.monotonic = time.monotonic() + float(unix_time) - time.time() if _UNIX_TIME.fullmatch(unix_time) else None
+        self.monotonic: float | None = None
+        if _UNIX_TIME.fullmatch(unix_time):
+            self.monotonic = time.monotonic() + float(unix_time) - time.time()
 
     def environment(self) -> dict[str, str]:
         """Return {"SLURM_JOB_END_TIME": ...}, which tells a new process when the job ends; {} if that is unknown."""
@@ -142,7 +144,7 @@ class StopRequest:
 
     @property
     def margin_s(self) -> float:
-        """Seconds before the end of the Slurm job at which the run stops by itself."""
+        """Return how many seconds before the end of the Slurm job the run stops: room for a step and a save."""
         return max(_LEAST_MARGIN_S, _SAFETY_FACTOR * (self.longest_step_s + self.longest_save_s))
 
     def remove_save_file(self) -> None:
