@@ -77,9 +77,9 @@ class CheckpointReader:
 
     def fill(self, fragments: Sequence[Fragment], check: Sequence[FileEntry]) -> list[str]:
         """Read the values of `fragments` (ranges of parameters) into their tensors; return a line for each fault.
-        Every tensor is verified before it is used, and only those are read that share elements with a fragment. If
-        something is wrong, the fragments are partly overwritten. Size and header of the files in `check` are verified,
-        too, so that ranks can share this work. Not collective. Raises TornCheckpoint if a file contradicts the
+        Stored tensors that share no element with a fragment are not read; each other one is verified before it is
+        used. After a fault, the fragments are partly overwritten. Size and header of the files in `check` are
+        verified, too: ranks may divide this work. Not collective. Raises TornCheckpoint if a file contradicts the
         manifest.
         """
         destinations = _Destinations(fragments)

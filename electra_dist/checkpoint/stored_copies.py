@@ -164,29 +164,40 @@ def first_good(
     """Return the first good checkpoint, or None if all are damaged; also return the damaged copies that were read.
     Each item of `groups` has the copies of one checkpoint in several stores. `read` reads a copy, and raises
     TornCheckpoint or StoreMissing if it is damaged. The next checkpoint is tried only if all copies of one are
-    damaged. Any other StoreError, which leaves open whether the copy is good, is raised if no other copy is good. All
-    copies are tried with a short wait before a store that does not respond is waited for.
+    damaged. Any other StoreError, which leaves open whether the copy is good, is raised if no other copy is good.
     """
     damaged: dict[Checkpoint, Exception] = {}
     for copies in groups:
-        unreadable: dict[Checkpoint, StoreError] = {}
-        limits_s = [FIRST_TRY_S, math.inf] if len(copies) > 1 else [math.inf]
-        for limit_s, copy in itertools.product(limits_s, copies):
-            if copy in damaged or (copy in unreadable and not isinstance(unreadable[copy], StoreAway)):
-                continue  # another try would not help
-            unreadable.pop(copy, None)
-            try:
-                with copy.store.patience.at_most(limit_s):
-                    return GoodCopy(copy, read(copy), unreadable), damaged
-            # Without its traceback, which would keep in memory what was read so far.
-            except (TornCheckpoint, StoreMissing) as error:
-                damaged[copy] = error.with_traceback(None)
-            except StoreError as error:
-                unreadable[copy] = error.with_traceback(None)
-        if unreadable:
-            # An older checkpoint would lose steps, or is not what was asked for. Storage that is away may come back.
-            raise min(unreadable.values(), key=lambda reason: not isinstance(reason, StoreAway))
+        good = _good_copy(copies, read, damaged)
+        if good is not None:
+            return good, damaged
     return None, damaged
+
+
+def _good_copy(
+    copies: Sequence[Checkpoint], read: Callable[[Checkpoint], T], damaged: dict[Checkpoint, Exception]
+) -> GoodCopy[T] | None:
+    """Return the first good copy of one checkpoint, or None if all are damaged; record damaged ones in `damaged`.
+    All copies are tried with a short wait before a store that does not respond is waited for.
+    """
+    unreadable: dict[Checkpoint, StoreError] = {}
+    limits_s = [FIRST_TRY_S, math.inf] if len(copies) > 1 else [math.inf]
+    for limit_s, copy in itertools.product(limits_s, copies):
+        if copy in damaged or (copy in unreadable and not isinstance(unreadable[copy], StoreAway)):
+            continue  # another try would not help
+        unreadable.pop(copy, None)
+        try:
+            with copy.store.patience.at_most(limit_s):
+                return GoodCopy(copy, read(copy), unreadable)
+        # Without its traceback, which would keep in memory what was read so far.
+        except (TornCheckpoint, StoreMissing) as error:
+            damaged[copy] = error.with_traceback(None)
+        except StoreError as error:
+            unreadable[copy] = error.with_traceback(None)
+    if unreadable:
+        # An older checkpoint would lose steps, or is not what was asked for. Storage that is away may come back.
+        raise min(unreadable.values(), key=lambda reason: not isinstance(reason, StoreAway))
+    return None
 
 
 def checkpoints_of_step(stores: Sequence[Store], step: int) -> list[Checkpoint]:

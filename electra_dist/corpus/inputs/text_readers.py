@@ -342,17 +342,7 @@ def _read_wet(stream: io.BufferedIOBase, *, with_fields: bool) -> Iterator[RawDo
         if not version_line.startswith(b"WARC/"):
             raise OSError(f"expected the line `WARC/...` at the start of a record, found {version_line[:40]!r}")
         headers = _read_warc_headers(stream)
-        length_header = headers.get(b"content-length", b"")
-        if not length_header.isdigit() or len(length_header) > _MOST_LENGTH_DIGITS:
-            raise OSError(
-                f"a WARC record has Content-Length {length_header[:40]!r} where a number of bytes is expected"
-            )
-        body_length = int(length_header)
-        if body_length > MOST_DOCUMENT_BYTES:
-            raise OSError(f"a WARC record of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
-        body = stream.read(body_length)
-        if len(body) < body_length:
-            raise EOFError(f"the last WARC record is cut off: it has {len(body)} of {body_length} bytes")
+        body = _read_warc_body(stream, headers.get(b"content-length", b""))
         if headers.get(b"warc-type") == b"conversion":
             url = headers.get(b"warc-target-uri", b"").decode("utf-8", "replace")
             yield RawDocument(body, is_json=False, fields={"url": url} if with_fields else None)
@@ -374,3 +364,19 @@ def _read_warc_headers(stream: io.BufferedIOBase) -> dict[bytes, bytes]:
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()
     raise EOFError("the last WARC record is cut off within its headers")
+
+
+def _read_warc_body(stream: io.BufferedIOBase, content_length: bytes) -> bytes:
+    """Read the body of a WARC record, from the value of its header Content-Length (b"" if it has none).
+
+    Raises OSError for a length that is missing, no number or more than 256 MiB, EOFError if the body is cut off.
+    """
+    if not content_length.isdigit() or len(content_length) > _MOST_LENGTH_DIGITS:
+        raise OSError(f"a WARC record has Content-Length {content_length[:40]!r} where a number of bytes is expected")
+    body_length = int(content_length)
+    if body_length > MOST_DOCUMENT_BYTES:
+        raise OSError(f"a WARC record of more than {MOST_DOCUMENT_BYTES >> 20} MiB")
+    body = stream.read(body_length)
+    if len(body) < body_length:
+        raise EOFError(f"the last WARC record is cut off: it has {len(body)} of {body_length} bytes")
+    return body
