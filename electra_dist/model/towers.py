@@ -70,7 +70,7 @@ _GLOROT = ("embeddings_project", "out", "copy_gate", "baseline")
 
 
 class Parts(NamedTuple):
-    """Module classes of one architecture; the classes that the architectures have in one field take equal arguments."""
+    """Module classes of one architecture; classes that the architectures have in one field take equal arguments."""
 
     embeddings: type[Embeddings]  # (model, number of features)
     encoder: type[Encoder]  # (model, tower, number of features that the layers receive)
