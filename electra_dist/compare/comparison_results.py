@@ -234,7 +234,10 @@ class ComparisonResults:
         criterion_origin: str,
         rates: Sequence[RateChoice] = (),
     ) -> None:
-        """Group the scores into rows, and judge the criterion; `criterion_origin`, or "", says when it was stated."""
+        """Group the scores into rows, and judge the criterion, if there is one.
+
+        `criterion_origin` is a sentence that says when the criterion was stated; "" without one.
+        """
         self.compare = compare
         self.plan = plan
         self._scores = scores

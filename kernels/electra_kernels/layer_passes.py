@@ -62,7 +62,8 @@ class TokenSums:
     def __init__(self, backend: str, grad: torch.Tensor, widths: Sequence[int]) -> None:
         """Allocate the buffer for sums of these widths, which will be collected in this order.
 
-        `grad`, the gradient of a LayerNorm's output, only tells the number of partial sums by its shape.
+        A width is the number of features that one sum has. Shape and device of `grad`, the gradient of a LayerNorm's
+        output, decide how many rows of partial sums the buffer has; its values are not read.
         """
         self._widths = list(widths)
         self._sums: list[torch.Tensor] = []
