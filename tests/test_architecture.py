@@ -43,6 +43,7 @@ DOCSTRING_SHARES = {"electra_dist/objectives": 0.40, "kernels/electra_kernels": 
 SMALL_MODULES = 0
 SMALL_FOLDERS = 2
 WITHOUT_TORCH = (
+    "electra_dist.train.check_inputs",
     "electra_launcher.cli.runs",
     "electra_launcher.slurm.submit",
     "electra_launcher.slurm.job",

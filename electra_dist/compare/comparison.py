@@ -37,6 +37,7 @@ from electra_dist.compare.pretraining_runs import Pretrainings, current_step, sa
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml
+from electra_dist.engine.engine import check_machine
 from electra_dist.errors import UserError
 from electra_dist.finetune.training_loop import Progress
 from electra_dist.pretrained.encoder import load_pretrained
@@ -71,11 +72,13 @@ class Comparison:
         # finished run is only read, and for an unfinished run the process that continues it makes this check.
         short_runs = self.search.plan.runs if self.search.plan is not None else ()
         first = (*short_runs, *self.plan.runs)[0]
+        check_machine(first.config)
         inputs = check_inputs(first.config, compare.ranks, accept_new_numerics=True)
         self._inputs = inputs  # stand for those of all runs, which read the same corpora
         self._plan_with_rates()  # a run that was begun has the learning rate that was chosen for it
         for run in (*self.plan.runs, *short_runs):
             if run.config != first.config:
+                check_machine(run.config)
                 check_inputs(run.config, compare.ranks, accept_new_numerics=True)
         self._measures += open_heldout_measures(compare, file, self.plan, inputs.heldout)
 

@@ -31,9 +31,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer, torch_autocast
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import set_z3_leaf_modules
+from electra_kernels import BackendUnavailable
+from electra_kernels.backend_choice import resolve
 
 from electra_dist.collectives import agree
-from electra_dist.config import EngineConfig, OptimizerConfig, TrainConfig
+from electra_dist.config import Config, EngineConfig, OptimizerConfig, TrainConfig
 from electra_dist.engine.gradient_sums import GradientSums
 from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import build_optimizer, choose_implementation, misaligned_parameters
@@ -104,6 +106,20 @@ def check_precision(precision: str) -> None:
     # torch would compute bf16 on an older GPU by slow emulation.
     if precision == "bf16" and has_gpu and torch.cuda.get_device_capability() < _BF16_CAPABILITY:
         raise UserError(f"train.precision bf16 cannot run on {device_name}; set train.precision: fp16 or fp32")
+
+
+def check_machine(config: Config) -> None:
+    """Raise UserError if this machine lacks the precision, the kernels, or NVIDIA's apex that the config demands."""
+    check_precision(config.train.precision)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    # The engine checks every implementation when it is built, after the run folder was written. This check needs no
+    # compilation, so it can come before.
+    if config.optimizer.implementation == "apex":
+        choose_implementation(config.optimizer, device_type, config.engine.offload_optimizer)
+    try:
+        resolve(config.kernels.backend, device_type)
+    except BackendUnavailable as error:
+        raise UserError(str(error)) from None
 
 
 class StepNumbers:

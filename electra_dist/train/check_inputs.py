@@ -1,6 +1,8 @@
-"""Check all inputs of a run on every rank, before anything is written.
+"""Check all inputs of a run, before anything is written: on every rank, and in `electra-dist train` before one starts.
 
 Each check only reads, and raises UserError with a message of one line; the process then ends with exit code 78.
+
+Limits: this module must not import torch, which takes the command seconds; a run that reads weights imports it.
 """
 
 from __future__ import annotations
@@ -8,10 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from electra_kernels import BackendUnavailable
-from electra_kernels.backend_choice import resolve
 
 from electra_dist.checkpoint.stored_copies import checkpoints, open_targets
 from electra_dist.config import Config
@@ -30,10 +28,7 @@ from electra_dist.data.corpora import (
     with_corpus_vocabulary,
 )
 from electra_dist.data.manifest import CorpusManifest, heldout_of, read_corpus_vocabulary, read_manifest
-from electra_dist.engine.engine import check_precision
-from electra_dist.engine.optimizer import choose_implementation
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
-from electra_dist.pretrained.weights import check_generator_vocabulary, check_source, with_generator_digest
 from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
@@ -81,9 +76,10 @@ def check_inputs(
     # The cheap checks, which need no file, come first.
     check_world_size(config.train, world_size)
     check_targets_are_separate(config)
-    _check_machine(config)
     config, corpora, notes = open_training_corpora(config, patience)
     if config.objective.generator == "frozen":
+        from electra_dist.pretrained.weights import with_generator_digest
+
         config = with_generator_digest(config, patience=patience)
     identity = run_identity(config, corpora.fingerprint, corpora.phase_fingerprints)
     check_run_folder(Path(config.run_dir), identity, accept_new_numerics)
@@ -91,8 +87,12 @@ def check_inputs(
     _check_casing(config.data.corpus, corpora.phases[0].manifest, vocabulary)
     targets = open_targets(config, patience)
     if config.train.init_from and (from_scratch or not checkpoints(targets)):
+        from electra_dist.pretrained.weights import check_source
+
         check_source(config.starting_weights, vocabulary)
     if config.objective.generator == "frozen":
+        from electra_dist.pretrained.weights import check_generator_vocabulary
+
         check_generator_vocabulary(config, vocabulary)
     heldout = _open_heldout(config, corpora, patience) if config.data.heldout else None
     inputs = RunInputs(
@@ -188,17 +188,3 @@ def _check_casing(url: str, manifest: CorpusManifest, vocabulary: Vocabulary) ->
             f"data.corpus {url}: in corpus.json, tokenizer.lowercase is false, but builder.lowercase is true; "
             f"restore corpus.json or build the corpus again"
         )
-
-
-def _check_machine(config: Config) -> None:
-    """Raise UserError if this machine lacks the precision, the kernels, or NVIDIA's apex that the config demands."""
-    check_precision(config.train.precision)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    # The engine checks every implementation when it is built, after the run folder was written. This check needs no
-    # compilation, so it can come before.
-    if config.optimizer.implementation == "apex":
-        choose_implementation(config.optimizer, device_type, config.engine.offload_optimizer)
-    try:
-        resolve(config.kernels.backend, device_type)
-    except BackendUnavailable as error:
-        raise UserError(str(error)) from None

@@ -161,8 +161,7 @@ class Reporter:
         num_steps = self._config.train.num_steps
         if restored.step >= num_steps:
             self.note(
-                f"finished: step {restored.step:,} of {num_steps:,} is reached; nothing to do; "
-                f"set another run_dir to train anew"
+                f"step {restored.step:,} of {num_steps:,} is reached: nothing to do; set another run_dir to train anew"
             )
             return
         summary = start_line(read_ledger(self._run_dir), read_jobs(self._run_dir))

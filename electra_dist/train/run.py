@@ -31,7 +31,7 @@ from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.data.shard_cache import open_cache
-from electra_dist.engine.engine import Engine
+from electra_dist.engine.engine import Engine, check_machine
 from electra_dist.engine.micro_batch import with_micro_batch
 from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode
 from electra_dist.engine.rank_environment import rank_place
@@ -94,6 +94,7 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
     run_dir = Path(config.run_dir)
     patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
     config, notes = config.for_ranks(place.world_size)
+    check_machine(config)
     try:
         inputs = check_inputs(config, place.world_size, accept_new_numerics, from_scratch, patience=patience)
     except StorageLost as error:
@@ -200,8 +201,7 @@ def _build(
         source_notes, source_digest = load_recorded_source(module.towers, config.starting_weights, run_dir)
         notes += [f"init_from: {note}" for note in source_notes]
         input_digests |= source_digest
-    if not begins:
-        notes += from_rank_0(lambda: _changed_settings(config))
+    changed_settings = [] if begins else from_rank_0(lambda: _changed_settings(config))
     from_rank_0(
         lambda: begin_run_folder(
             config,
@@ -227,6 +227,7 @@ def _build(
         monitor=monitor,
         lease=lease,
         patience=patience,
+        changed_settings=changed_settings,
     )
 
 

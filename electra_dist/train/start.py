@@ -30,3 +30,4 @@ class Start:
     monitor: RankMonitor
     lease: RunLease | None  # on rank 0: the right to write into the run folder
     patience: Patience  # with storage that is full or away
+    changed_settings: list[str]  # log lines about settings that are not those of the last start

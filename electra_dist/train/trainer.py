@@ -113,7 +113,7 @@ class Trainer:
         """Restore the newest good checkpoint and, on rank 0, open log and metrics. Collective.
 
         `build_s` has the seconds of "import" and "build" in the first round of a start; None in later ones. `notes`
-        are lines for the log.
+        are lines for the log on how steps are computed, which a run that has none left does not get.
         """
         begin = time.perf_counter()
         config = start.config
@@ -147,7 +147,9 @@ class Trainer:
         self.reporter: Reporter | None = None  # rank 0 only
         if dist.get_rank() == 0:
             self.reporter = self._open_reporter(hosts, loaded)
-            for note in (*notes, *loaded.notes):
+            changed_settings = start.changed_settings if is_first_round else []
+            has_steps_left = self.state.step < config.train.num_steps
+            for note in (*changed_settings, *(notes if has_steps_left else ()), *loaded.notes):
                 self.reporter.note(note)
             if missed_rollback is not None:
                 self.reporter.rolled_back(*missed_rollback)

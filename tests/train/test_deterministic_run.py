@@ -29,6 +29,7 @@ def test_a_run_on_a_gpu_trains_in_the_deterministic_mode_unless_it_is_switched_o
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "set by the test")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(run, "check_inputs", lambda config, *_, **__: SimpleNamespace(config=config, notes=[]))
+    monkeypatch.setattr(run, "check_machine", lambda config: None)
     monkeypatch.setattr(run, "init_distributed", lambda: None)
     monkeypatch.setattr(run.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(run, "StopRequest", lambda *_, **__: None)

@@ -143,6 +143,7 @@ def test_starting_a_finished_run_again_does_nothing(
     before = losses(tmp_path / "done")
     again = pretrain(config, 1)
     assert "nothing to do" in again.stdout and "changed since the last start" not in again.stdout
+    assert "attention: " not in again.stdout and "finished: " not in again.stdout  # the command says it once
     values = {"checkpoint.every_steps": 11, "cluster.notify": "curl https://secret.example"}
     changed = pretrain(tiny_config("done", **values), 1).stdout
     assert re.search(

@@ -78,7 +78,10 @@ def _commented(tree: dict[str, Any], size: Size) -> str:
     from electra_dist.config.keys import fields
 
     described = fields(Config)
-    lines = [f"# A run of size {size.value}. Paths are relative to the folder in which a command is started."]
+    lines = [
+        f"# A run of size {size.value}. Paths are relative to the folder in which a command is started.",
+        "# Only `extends` is relative to this file, or names a config that comes with the package, as it does here.",
+    ]
 
     def add(key: str, value: object, indent: str = "") -> None:
         field = described.get(key)

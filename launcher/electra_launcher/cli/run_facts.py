@@ -237,6 +237,7 @@ def first_start(run: Path) -> dict[str, Any] | None:
         "step_s",
         "eta_s",
         "checkpoint",
+        "steps_to_repeat",
         "failure",
         "context_auc",
         "goodput",
@@ -284,6 +285,7 @@ def facts(seen: Gathered) -> dict[str, Any]:
         "step_s": last.step_s if last else None,
         "eta_s": _remaining_s(seen, step),
         "checkpoint": checkpoint.fields() if checkpoint else None,
+        "steps_to_repeat": _steps_to_repeat(seen, step),
         "failure": _failure(seen),
         "context_auc": evaluation.context_auc if evaluation else None,
         "owner": _owner(seen.owner),
@@ -305,6 +307,14 @@ def _newest_step(seen: Gathered) -> int:
     known_by_events = [event.step for event in seen.ledger if event.event == "done"]
     known_by_events += [event.step for event in seen.ledger[-1:] if event.event in ("checkpoint", "resume", "stop")]
     return max([seen.last.step if seen.last else 0, *known_by_events])
+
+
+def _steps_to_repeat(seen: Gathered, step: int) -> int | None:
+    """Return how many steps a dead run has done since its newest checkpoint; None if the run is not dead."""
+    if seen.state != "dead":
+        return None
+    checkpoint = seen.newest_checkpoint
+    return max(0, step - (checkpoint.step if checkpoint else 0))
 
 
 def _remaining_s(seen: Gathered, step: int) -> float | None:

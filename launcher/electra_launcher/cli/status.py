@@ -22,11 +22,14 @@ def lines(seen: Gathered) -> list[str]:
     known = facts(seen)
     reason = f" ({known['reason']})" if known["reason"] else ""
     checkpoint = seen.newest_checkpoint
+    saved = f"step {checkpoint.step:,}, {seen.age(checkpoint)} old" if checkpoint else "none yet"
+    num_steps = known["steps_to_repeat"]
+    repeated = f"; a restart repeats {num_steps:,} step{'s' if num_steps > 1 else ''}" if num_steps else ""
     page = [
         f"run {known['run']}: {known['state']}{reason}",
         f"  step        {_progress(known, seen)}",
         *_phase_lines(seen, known["step"]),
-        f"  checkpoint  {f'step {checkpoint.step:,}, {seen.age(checkpoint)} old' if checkpoint else 'none yet'}",
+        f"  checkpoint  {saved}{repeated}",
         *_context_auc_lines(seen),
         *_owner_lines(seen),
     ]

@@ -7,6 +7,7 @@ ends them at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from electra_dist.console import Console
-from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from electra_dist.errors import EXIT_DONE, EXIT_STOPPED, StoreAway, UserError
 from electra_dist.escapes import printable
 from electra_launcher.cli.command_output import open_console
 from electra_launcher.cli.options import AcceptNewNumerics, Overrides
@@ -97,6 +98,7 @@ def train(
     if hosts:
         code = _on_hosts(start, hosts, num_ranks)
     else:
+        _check_here(start.config, num_ranks, accept_new_numerics)
         from electra_launcher.supervise.__main__ import main as supervise
 
         code = supervise([*start.arguments, "--gpus-per-node", str(num_ranks)])
@@ -159,6 +161,30 @@ def _cpu_ranks(config: Config, num_cores: int) -> int:
     global_batch, micro_batch = config.train.global_batch, config.train.micro_batch
     most = global_batch // micro_batch if isinstance(micro_batch, int) else global_batch
     return max(number for number in range(1, max(1, min(num_cores, most)) + 1) if global_batch % number == 0)
+
+
+def _check_here(config: Config, num_ranks: int, accept_new_numerics: bool) -> None:
+    """Raise UserError for what the ranks would refuse of the config and its files, before a rank is started.
+
+    For corpora and checkpoints in the cloud, and if a disk does not respond, the ranks check: they wait for storage.
+    """
+    from electra_dist.checkpoint.stored_copies import checkpoints
+    from electra_dist.config.rules import check_new_run
+    from electra_dist.run.folder import is_run_folder
+    from electra_dist.store.open_store import REMOTE_SCHEMES
+    from electra_dist.store.patience import Patience
+    from electra_dist.train.check_inputs import check_inputs, remarks_on_corpora
+
+    corpora = [corpus.url for corpus in config.data.training_corpora()]
+    stores = [*corpora, config.data.heldout or "", *config.checkpoint.targets]
+    if any(url.startswith(REMOTE_SCHEMES) for url in stores):
+        return
+    config, _ = config.for_ranks(num_ranks)
+    with contextlib.suppress(StoreAway):
+        if not is_run_folder(Path(config.run_dir)):
+            check_new_run(config)
+        inputs = check_inputs(config, num_ranks, accept_new_numerics, patience=Patience(0.0))
+        remarks_on_corpora(inputs.config, inputs.corpora, begins=not checkpoints(inputs.targets))
 
 
 def _read_hosts(file: Path, wanted: int | None) -> list[Host]:

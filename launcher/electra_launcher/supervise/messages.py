@@ -32,12 +32,18 @@ class Log:
         with writable(path):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
-    def __call__(self, text: str) -> None:
-        """Write a line to stdout and, with the UTC time in front, to the log file. A full disk raises no exception."""
+    def __call__(self, text: str, quoted: str = "") -> None:
+        """Write a line to stdout and, with the UTC time in front, to the log file. A full disk raises no exception.
+
+        `quoted` is what a rank has written to stderr. It ends the line, but on a stdout that is the same terminal or
+        file as stderr it would stand twice, and is left out.
+        """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        print(printable(f"supervise: {text}"), flush=True)
+        whole = f"{text}: {quoted}" if quoted else text
+        shown = text if os.path.sameopenfile(1, 2) else whole
+        print(printable(f"supervise: {shown}"), flush=True)
         try:
-            os.write(self._file, f"{now} {printable(text)}\n".encode())
+            os.write(self._file, f"{now} {printable(whole)}\n".encode())
         except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
             problem = f"the log file cannot be written ({error.strerror}); free space in the run folder"
             print(printable(f"supervise: {problem}"), flush=True)

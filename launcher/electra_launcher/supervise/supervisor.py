@@ -320,7 +320,11 @@ class Supervisor:
             if failure is None:
                 return []
             self._failure = failure
-            self.log(f"{failure.description}{': ' if failure.line else ''}{failure.line}")
+            # What a rank prints about a refusal is never held back, as a traceback is.
+            if failure.kind.name == "refused":
+                self.log(failure.description, quoted=failure.line)
+            else:
+                self.log(f"{failure.description}{': ' if failure.line else ''}{failure.line}")
             record_failure(self._run_dir, self._placement.node, failure, start.outputs, patience=self._patience)
             if failure.kind.is_consequence:
                 return []

@@ -123,7 +123,8 @@ class StartMonitor:
             self._passed_on = newest_signal
             again = "; a second Ctrl-C ends them at once, without one" if self._signals.interrupts else ""
             self._log(
-                f"received {self._signals.name}: passing it on to the ranks, which save a checkpoint and end{again}"
+                f"received {self._signals.name}: passing it on to the ranks, which save a checkpoint, if steps are "
+                f"left, and end{again}"
             )
         if self._passed_on != 0:
             self._ranks.tell(self._passed_on)

@@ -28,6 +28,7 @@ def test_the_config_differs_from_the_packaged_one_in_its_paths_only(
     packaged["data"] |= {"corpus": "my model/corpus", "heldout": "my model/corpus/heldout"}
     assert written == packaged
     lines = file.read_text().splitlines()
+    assert lines[2] == f"extends: {size.config}" and "comes with the package" in lines[1]
     keys = [number for number, line in enumerate(lines) if re.match(r" *(?!extends)\w+: ", line)]
     assert len(keys) > 10 and all(lines[number - 1].lstrip().startswith("# ") for number in keys)
     assert "add --text-field COLUMN to both corpus commands" in done.output

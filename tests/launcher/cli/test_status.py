@@ -137,6 +137,15 @@ def test_a_running_job_is_shown_as_living_with_progress_checkpoint_job_and_goodp
     assert commands(page)[0] == f"tail -f {run}/slurm/job-7.log"
 
 
+def test_a_dead_run_is_said_to_repeat_the_steps_since_its_checkpoint(run: Path) -> None:
+    shutil.rmtree(run / "slurm")  # started by hand
+    ledger(run, event("crash", 50, step=12, why="RuntimeError"))
+    assert "  checkpoint  step 10, 1m20s old; a restart repeats 2 steps" in shown(run)
+    assert json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)["steps_to_repeat"] == 2
+    ledger(run, event("stop", 50, step=10, why="SIGTERM"))
+    assert not any("repeats" in line for line in shown(run))
+
+
 def test_a_step_that_is_behind_the_checkpoint_is_said_to_be_the_last_one_logged(run: Path) -> None:
     ledger(run, event("checkpoint", 20, step=14, attempt=1, stall_s=0.5, wait_s=0.0, spent_s={}))
     page = shown(run)

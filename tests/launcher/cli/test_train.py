@@ -119,6 +119,49 @@ def test_contradictory_options_are_refused(arguments: list[str]) -> None:
     assert isinstance(CliRunner().invoke(app, ["train", *arguments]).exception, UserError)
 
 
+@pytest.mark.parametrize(
+    ("lost", "settings", "message"),
+    [
+        ("corpus.json", {}, "corpus/corpus.json: no finished corpus; build it"),
+        ("heldout/corpus.json", {}, "has no held-out rows; build the corpus again"),
+        ("vocab.txt", {}, "corpus/vocab.txt: no such file"),
+        ("shard-000000.tar", {}, "shards that the run reads are missing, such as shard-000000.tar"),
+        ("", {"data.phases": [{"corpus": "./nothing", "from_step": 5}]}, "nothing/corpus.json: no finished corpus"),
+        ("", {"train.init_from": "./nothing"}, "train.init_from nothing: neither a run"),
+        ("", {"data.seq_len": 16}, "data.seq_len is 16"),
+        ("", {"train.global_batch": 15}, "train.global_batch"),
+    ],
+)
+def test_what_the_ranks_would_refuse_is_refused_before_one_starts_and_leaves_nothing(
+    lost: str,
+    settings: dict[str, object],
+    message: str,
+    tiny_config: MakeConfig,
+    tiny_corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("electra_launcher.supervise.__main__.main", lambda argv: pytest.fail("a rank would start"))
+    monkeypatch.chdir(tmp_path)
+    corpus = shutil.copytree(tiny_corpus, tmp_path / "corpus")
+    if lost:
+        (corpus / lost).unlink()
+    where = {"data.corpus": str(corpus), "data.heldout": str(corpus / "heldout")}
+    config = tiny_config(**(where | settings))
+    before = sorted(tmp_path.rglob("*"))
+
+    refused = CliRunner().invoke(app, ["train", str(config), "--ranks", "2"]).exception
+
+    assert isinstance(refused, UserError) and message in str(refused), refused
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_ranks_check_what_is_in_the_cloud(tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("electra_launcher.supervise.__main__.main", lambda argv: 69)
+    config = tiny_config(**{"data.corpus": "s3://nowhere/corpus", "data.heldout": None})
+    assert CliRunner().invoke(app, ["train", str(config), "--ranks", "2"]).exit_code == 69
+
+
 def test_a_run_that_ctrl_c_stops_goes_on_with_its_number_of_ranks_and_equals_one_of_deepspeed(
     tiny_config: MakeConfig, pretrain: Callable[..., object], losses: Callable[[Path], list[tuple]], tmp_path: Path
 ) -> None:

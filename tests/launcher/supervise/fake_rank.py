@@ -6,7 +6,7 @@ of one rank crashes the others; real ranks do both through an all-reduce. Files 
     crash        every start crashes without a word
     bug          rank 1 fails at step 7: with `module` in the file it imports one that does not exist, with `kill` or
                  `term` it gets SIGKILL or SIGTERM, and any other text is that of a ValueError
-    exit-R       rank R ends with the exit code in this file
+    exit-R       rank R ends with the exit code in this file, and prints the line after it to stderr
     away-R       rank R ends with 75 before its training begins, as one whose storage is away
     deaf         ranks ignore stop requests
     chatty       ranks print a line at each step
@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -77,7 +78,9 @@ def train(arguments: list[str]) -> int:
                 _fail((run / "bug").read_text())
             _await_loss(run, attempt)
         if (run / f"exit-{rank}").exists():
-            return int((run / f"exit-{rank}").read_text())
+            code, _, line = (run / f"exit-{rank}").read_text().partition(" ")
+            print(line, end="", file=sys.stderr, flush=True)
+            return int(code)
         step += 1
         if stop.wants_stop():
             unfinished = stop_file.with_name(f"{stop_file.name}-of-{rank}")

@@ -55,6 +55,25 @@ def test_a_fault_of_the_code_at_the_same_step_is_not_started_a_third_time(
     assert ("train.skip_steps=[7]" in told) == (error == "exception")  # no row is at fault for a missing module
 
 
+@pytest.mark.parametrize("is_one_console", [True, False])
+def test_a_refusal_is_shown_once_on_a_console_and_is_in_each_log(
+    is_one_console: bool, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    line = "error: corpus/corpus.json: no finished corpus"
+    (run_dir / "exit-0").write_text(f"78 {line}\n")
+    stderr = subprocess.STDOUT if is_one_console else subprocess.PIPE
+    command = [*FAKE, "--config", str(tiny_config())]
+
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60)
+
+    refused = f"rank 0 on {node_name()}: the config or an input was refused, at step 0"
+    assert done.returncode == 78 and refused in done.stdout, done.stdout
+    assert done.stdout.count(line) == 1  # without a common console, stdout may be a file that is read alone
+    assert f"{refused}: {line}\n" in (run_dir / "supervise-0.log").read_text()
+
+
 @pytest.mark.parametrize(("bug", "code"), [("kill", -signal.SIGKILL), ("term", -signal.SIGTERM)])
 def test_a_rank_that_a_signal_from_outside_ends_is_started_again(
     tiny_config: MakeConfig, tmp_path: Path, bug: str, code: int
