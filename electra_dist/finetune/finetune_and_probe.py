@@ -24,11 +24,11 @@ import torch
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.linear_probe import linear_outputs
 from electra_dist.finetune.models import mean_state
 from electra_dist.finetune.seed_folder import write_seed_folder
 from electra_dist.finetune.stored_scores import Measured, best_layer, digest_of
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile
-from electra_dist.finetune.task_metrics import linear_outputs
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, Ids, Progress, Trained, count_steps, fit, predict, quiet
 from electra_dist.pretrained.encoder import Backbone, Pretrained

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from electra_dist.finetune.task_metrics import classification_metrics, degenerate, linear_outputs, regression_metrics
+from electra_dist.finetune.linear_probe import linear_outputs
+from electra_dist.finetune.task_metrics import classification_metrics, degenerate, regression_metrics
 
 
 def test_accuracy_f1_and_mcc_of_two_labels_equal_the_formulas_on_the_confusion_counts() -> None:

@@ -1,32 +1,20 @@
-"""Make the steps of datatrove that extract, filter and format text, from the config of a preparation.
+"""Make the steps of datatrove that filter and format text, from the config of a preparation.
 
 Guarantee: nothing is downloaded. datatrove fetches the fastText model for languages, the list of bad words and the
-list of domain suffixes when they are first used, and spaCy's models for words; the classes of this module take local
-files and regular expressions instead. An HTML page becomes text, by trafilatura in a process of its own with a time
-limit, or is counted with its reason: `no_text`, `timeout`, `crash` (the process died, as for lack of memory) or
-`error`. The text depends on the page alone: the deduplication of trafilatura, which remembers earlier pages, is off.
-
-Limits: which pages exceed the time limit depends on the machine and its load. Only then may a repetition differ.
-`words: plain` is for languages that separate words by spaces. A word with an apostrophe or a hyphen is one word, where
-spaCy, datatrove's default, makes two or three of it, so the n-grams of the two tokenizers differ slightly. An
-abbreviation ends a sentence.
+list of domain suffixes when they are first used, and spaCy's models for words; the classes of this module and
+`plain_words.py` take local files and regular expressions instead.
 """
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import itertools
 import re
-import signal
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datatrove.data import Document
-from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.filters import (
     C4BadWordsFilter,
     C4QualityFilter,
@@ -42,110 +30,27 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
 from datatrove.utils.lid import FT176LID
 from datatrove.utils.text import simplify_text
-from datatrove.utils.word_tokenizers import WordTokenizer, load_word_tokenizer
+from datatrove.utils.word_tokenizers import load_word_tokenizer
 from tldextract import TLDExtract
-from trafilatura import extract
 from typing_extensions import override
 
 from electra_dist.corpus.evaluation_texts import read_evaluation_texts
 from electra_dist.corpus.prepare.document_files import DropRecorder, ExclusionWriter
+from electra_dist.corpus.prepare.plain_words import PlainWords
 from electra_dist.corpus.prepare.prepare_config import (
     C4BadWordsSection,
     ClassifierSection,
     DecontaminationSection,
-    ExtractionSection,
     FiltersSection,
     FormattingSection,
     GopherRepetitionSection,
     LanguageSection,
-    PrepareConfig,
     UrlFilterSection,
 )
-from electra_dist.corpus.prepare.read_sources import IS_HTML
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import check_regular, read_regular
-from electra_dist.word_pattern import WORD_PATTERN
 
 EVALUATION_KEY = "filters.decontamination.files"
-_STEP = "extraction"
-_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
-
-
-class ExtractText(PipelineStep):
-    """Step that replaces HTML pages by their main text; documents that are text already pass unchanged."""
-
-    name = "trafilatura"
-    type = "EXTRACTOR"
-
-    def __init__(self, settings: ExtractionSection, recorder: DropRecorder) -> None:
-        """Store the settings. The process that extracts text starts with the first page."""
-        super().__init__()
-        self._settings = settings
-        self._recorder = recorder
-
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield the documents of `data` with HTML replaced by its text; drop and count pages that give no text."""
-        with ExtractorSandbox(self._settings.timeout_s) as sandbox:
-            for document in data:
-                if not document.metadata.pop(IS_HTML, False):
-                    yield document
-                    continue
-                text, reason = self._extract(sandbox, document.text)
-                if reason is not None:
-                    self._recorder.drop(_STEP, reason, document)
-                    continue
-                document.text = text
-                yield document
-
-    def _extract(self, sandbox: ExtractorSandbox, html: str) -> tuple[str, str | None]:
-        """Return the main text of a page and None or, if the page is to be dropped, "" and the reason."""
-        try:
-            text = sandbox.process_document(html, self.extract)
-        except TimeoutError:
-            return "", "timeout"
-        except EOFError:
-            return "", "crash"
-        if text is None:
-            return "", "error"
-        return (text, None) if text.strip() else ("", "no_text")
-
-    def extract(self, html: str) -> str | None:
-        """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in a child process.
-
-        datatrove first calls this with an empty page. The child process then asks the kernel to kill it when its
-        parent ends.
-        """
-        if not html:
-            _die_with_parent()
-            return ""
-        try:
-            text = extract(
-                html,
-                favor_precision=self._settings.favor == "precision",
-                favor_recall=self._settings.favor == "recall",
-                include_comments=False,
-                deduplicate=False,
-            )
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError, AssertionError):
-            return None  # a fault of the extractor on a broken page; the page is counted
-        return text or ""
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends; this works on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-_WORD = re.compile(rf"{WORD_PATTERN}(?:['\u2019-]{WORD_PATTERN})*|[^\w\s]")
-# A sentence ends at a line's end, with a mark of Chinese or Japanese or, before white space, with . ! ? an ellipsis,
-# or the mark of Hindi, Urdu or Arabic; closing quotes and brackets belong to it. Of several marks in a row before
-# white space only the last one is matched as a mark: matching all of them would be quadratic in their number.
-_SENTENCE = re.compile(
-    r"[^\n]*?(?:[.!?\u2026\u0964\u06d4\u061f][\"'\u201d\u2019)\]]*(?=\s|$)"
-    r"|[\u3002\uff01\uff1f]++[\"'\u201d\u2019)\]\uff09\u300d\u300f]*+)"
-    r"|[^\n]+"
-)
 
 
 class FilterSteps(NamedTuple):
@@ -401,45 +306,3 @@ class DecontaminationFilter(BaseFilter):
                 lengths = self._lengths.setdefault(" ".join(n_gram[: settings.min_words]), [])
                 if length not in lengths:
                     lengths.append(length)
-
-
-class PlainWords(WordTokenizer):
-    """Tokenizer of datatrove that finds words and sentences by regular expressions.
-
-    All instances compare equal, so that datatrove, which caches its tokenizers, keeps only one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("plain")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlainWords)
-
-    def __hash__(self) -> int:
-        return hash(PlainWords)
-
-    def word_tokenize(self, text: str) -> list[str]:
-        """Return the words of a text; each punctuation mark is a word."""
-        return _WORD.findall(text)
-
-    def sent_tokenize(self, text: str) -> list[str]:
-        """Return the sentences of a text without the white space around them."""
-        return [text[start:end] for start, end in self.span_tokenize(text)]
-
-    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        """Return the positions (start, end) of each sentence in the text; the end is exclusive."""
-        spans = []
-        for match in _SENTENCE.finditer(text):
-            sentence = match.group()
-            if sentence.strip():
-                start = match.start() + len(sentence) - len(sentence.lstrip())
-                spans.append((start, match.start() + len(sentence.rstrip())))
-        return spans
-
-
-def word_tokenizer(config: PrepareConfig) -> str | PlainWords:
-    """Return how datatrove's steps shall cut text into words, for their argument `language`.
-
-    This is a `PlainWords` or, with `words: spacy` in the config, a language code.
-    """
-    return config.spacy_language if config.words == "spacy" else PlainWords()

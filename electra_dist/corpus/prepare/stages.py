@@ -39,7 +39,9 @@ from datatrove.pipeline.dedup import (
 from datatrove.utils.hashing import HashConfig
 
 from electra_dist.corpus.prepare.document_files import DropRecorder, ReadDocuments, WriteDocuments
-from electra_dist.corpus.prepare.filter_steps import ExtractText, filter_steps, formatting_steps, word_tokenizer
+from electra_dist.corpus.prepare.filter_steps import filter_steps, formatting_steps
+from electra_dist.corpus.prepare.html_text import ExtractText
+from electra_dist.corpus.prepare.plain_words import word_tokenizer
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import WriteReport
 from electra_dist.corpus.prepare.read_sources import ReadSources
