@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from electra_dist.errors import StoreMissing, UserError
-from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, did_you_mean, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json_object
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ _LABEL_TITLES = ["label", "labels", "class", "category", "target", "intent", "se
 
 _LINE_END = re.compile(r"(?<!\r)\r*\n|\r")  # a search begins at the first of several \r, so that it stays linear
 _MAX_SHOWN_CHARS = 40  # of a value in an error message
+_MAX_SHOWN_PLACES = 5  # lines or rows in a message
 
 
 class NotText(ValueError):
@@ -110,10 +111,41 @@ def _decode(data: bytes, file: Path) -> str:
     try:
         return data.decode("utf-16" if is_utf_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
-        encoding = "UTF-16, as its first bytes say" if is_utf_16 else "UTF-8"
-        command = f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(file))} > NEW{file.suffix}"
-        hint = "" if is_utf_16 else f", such as a file of Western Windows by: {command}"
-        raise UserError(f"{file}: not {encoding} (byte {error.start}); convert the file to UTF-8{hint}") from None
+        if is_utf_16:
+            reason = f": not UTF-16, as its first bytes say (byte {error.start}); convert the file to UTF-8"
+        else:
+            reason = _not_utf_8(data, file, error.start)
+        raise UserError(f"{file}{reason}") from None
+
+
+def _not_utf_8(data: bytes, file: Path, start: int) -> str:
+    """Return which lines of a file are not UTF-8, the first at byte `start`, and what to do about them."""
+    lines = re.split(_LINE_END.pattern.encode(), data)
+    wrong = [number for number, line in enumerate(lines, 1) if not line.isascii() and not _is_utf_8(line)]
+    lines_text = "1 line" if len(wrong) == 1 else f"{len(wrong):,} lines"
+    reason = f":{wrong[0]}: not UTF-8 (byte {start}; in all {lines_text})"
+    if not data.decode("utf-8", "ignore").isascii():
+        # A conversion of the whole file would turn its letters that are UTF-8 into others, without an error.
+        return (
+            f"{reason}, but other letters of the file are; write {list_places(wrong, 'line')} again as UTF-8 in an "
+            f"editor, and do not convert the whole file"
+        )
+    command = f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(file))} > NEW{file.suffix}"
+    return f"{reason}; convert the file to UTF-8, such as a file of Western Windows by: {command}"
+
+
+def _is_utf_8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def list_places(places: Sequence[int], unit: str) -> str:
+    """Return the first five of some numbers after their unit: "line 2, 3, 5, 8, 9, ..."."""
+    shown = ", ".join(map(str, places[:_MAX_SHOWN_PLACES]))
+    return f"{unit} {shown}" + (", ..." if len(places) > _MAX_SHOWN_PLACES else "")
 
 
 def parse_json_line(file: Path, number: int, line: str) -> JsonLine:
@@ -177,7 +209,7 @@ def read_table(file: Path, delimiter: str | None = None, has_header: bool = True
                 return _read_saved_dataset(file)
             raw = read_regular(file, MOST_DATA_BYTES)
     except StoreMissing:
-        raise UserError(f"{file}: no such file; name a {', '.join(TABLE_SUFFIXES)} file") from None
+        raise UserError(f"{file}: no such file{did_you_mean(file)}; name a {', '.join(TABLE_SUFFIXES)} file") from None
     if suffix == ".parquet":
         return _arrow_table(file, [raw], hashlib.sha256(raw).hexdigest())
     if suffix == ".jsonl":

@@ -31,9 +31,17 @@ import numpy as np
 from electra_dist.corpus.counts import most_frequent
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
-from electra_dist.tables import SAVED_STATE, TABLE_SUFFIXES, Column, Table, check_name_once, number_in, read_table
+from electra_dist.tables import (
+    SAVED_STATE,
+    TABLE_SUFFIXES,
+    Column,
+    Table,
+    check_name_once,
+    list_places,
+    number_in,
+    read_table,
+)
 
-_SHOWN = 5  # empty texts in a remark
 _NAMED = 10  # labels in a message
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation"), "test": ("test",)}
 
@@ -65,11 +73,11 @@ class Texts(NamedTuple):
         It names the first ones by their number in `places`, which `unit` describes, such as "line", and ends with
         "and" and `consequence`.
         """
-        empty = [str(place) for place, text in zip(places, self.a, strict=True) if not text.strip()]
+        empty = [place for place, text in zip(places, self.a, strict=True) if not text.strip()]
         if not empty:
             return []
-        shown = ", ".join(empty[:_SHOWN]) + (", ..." if len(empty) > _SHOWN else "")
-        return [f"{self.file}: {len(empty)} of {len(self.a)} texts are empty ({unit} {shown}), and {consequence}"]
+        shown = list_places(empty, unit)
+        return [f"{self.file}: {len(empty)} of {len(self.a)} texts are empty ({shown}), and {consequence}"]
 
     def sample(self, size: int) -> Texts:
         """Return a fixed random sample of at most `size` examples, in the order of the file."""
@@ -189,8 +197,8 @@ def held_out_rows(file: Path, keys: Sequence[str] | Sequence[float], share: floa
     held_out = [row for place, row in enumerate(rows) if int((place + 1) * share) > int(place * share)]
     if not rows:
         raise UserError(
-            f"{file}: no label has more than one example, so nothing can be held out; name a file with --dev, the "
-            f"column of the label with --label or, for numbers, --kind regression"
+            f"{file}: the label has another value in each row, so nothing can be held out; name the column of the "
+            f"label with --label, pass --kind regression for numbers, or name a file of the same labels with --dev"
         )
     if not held_out:
         raise UserError(
@@ -396,11 +404,13 @@ def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
 
 
 def _check_no_label_is_empty(texts: Texts) -> None:
-    num_empty = texts.label.count("")
-    if num_empty:
-        place = f"{texts.file}:{texts.line[texts.label.index('')]}"
-        more = f" in {num_empty:,} rows" if num_empty > 1 else ""
-        raise UserError(f"{place}: the label is empty{more}; write a label, or remove the line")
+    empty = [line for line, label in zip(texts.line, texts.label, strict=True) if not label]
+    if empty:
+        more = f" in {len(empty):,} rows ({list_places(empty, 'line')})" if len(empty) > 1 else ""
+        raise UserError(
+            f"{texts.file}:{empty[0]}: the label is empty{more}; write a label, or remove the line"
+            f"{'s (docs/finetune.md)' if more else ''}"
+        )
 
 
 def count_names(names: Iterable[str]) -> str:

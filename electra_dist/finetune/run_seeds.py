@@ -52,6 +52,7 @@ from electra_dist.store.atomic_files import lock_file, make_folder, writable
 
 RESULTS_FILE = "results.jsonl"
 _POLL_S = 1.0  # between two reports on progress
+_MANY_EPOCHS = 10  # enough for a small table
 _FEW_STEPS = 200  # of a fine-tuning; fewer often leave a model of a small table untrained
 
 
@@ -104,7 +105,7 @@ def run_all(
         task_identity = identity(encoder, task, settings, mode)
         model_dir = model_dirs.get(task.name)
         if model_dir is not None:
-            check_folder(model_dir, task_identity, task.name)
+            check_folder(model_dir, task_identity, task.name, encoder.name, settings)
         missing = []
         for seed in task_seeds:
             folder = None if model_dir is None else model_dir / seed_dir(seed)
@@ -178,10 +179,15 @@ def _steps_line(encoder: Pretrained, task: Task, settings: FinetuneConfig, num_s
     line = f"{task.name}: steps of {settings.batch} examples, for each seed: {num_steps:,}"
     if num_steps >= _FEW_STEPS:
         return line
-    line += ", which is few: a small table may need more (--set epochs=10)"
-    if encoder.model.architecture != "modern" or "pooling" not in task.optional_settings:
-        return line
-    return f"{line}, and a short pretraining the mean of all states (--set pooling=mean; docs/finetune.md)"
+    options = settings_to_learn_more(encoder, task, settings)
+    return f"{line}, which is few: {' and '.join(options)} may help (docs/finetune.md)" if options else line
+
+
+def settings_to_learn_more(encoder: Pretrained, task: Task, settings: FinetuneConfig) -> list[str]:
+    """Return the options that help a small table or a short pretraining, without those that `settings` has already."""
+    options = ["--set epochs=10"] if settings.epochs < _MANY_EPOCHS else []
+    has_pooling = encoder.model.architecture == "modern" and "pooling" in task.optional_settings
+    return [*options, "--set pooling=mean"] if has_pooling and settings.pooling != "mean" else options
 
 
 def _has_its_model(result: Measured, folder: Path | None) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,32 +99,54 @@ def read_identity(folder: Path) -> str | None:
 
     Raises UserError if the folder exists, but was not written by fine-tuning.
     """
+    record = _read_record(folder)
+    return None if record is None else record["result"]["identity"]
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
     if not folder.exists():
         return None
     try:
         record = parse_json_object(read_regular(folder / RECORD_FILE))
-        identity: str = record["result"]["identity"]
+        record["result"]["identity"]
     except (OSError, DamagedJson, KeyError, TypeError):
         raise UserError(
             f"{folder}: exists, but is no folder of a fine-tuned model ({RECORD_FILE} is missing or damaged); pass "
             f"another --output, or remove it"
         ) from None
-    return identity
+    return record
 
 
-def check_folder(folder: Path, identity: str, task: str) -> None:
+def check_folder(folder: Path, identity: str, task: str, model: str, settings: FinetuneConfig) -> None:
     """Raise UserError if `folder` has models whose task, encoder, data or settings are not those of this command.
 
     This keeps the results of different commands apart. `folder`, which may be missing, contains the folders seed-0,
-    seed-1, ... and best. `identity` is the digest of the results that will be written; the message names `task`.
+    seed-1, ... and best. `identity` is the digest of the results that will be written. The message names what differs
+    from `task`, `model` (the encoder's name) and `settings`, and otherwise says that it is the data or the weights.
     """
     for path in (folder / BEST_DIR, *sorted(folder.glob("seed-*"))):
-        found = read_identity(path)
-        if found is not None and found != identity:
-            raise UserError(
-                f"{path}: holds a model of another task, encoder, data or settings than this command for {task}; pass "
-                f"another --output, remove {folder}, or add --no-save for scores only"
-            )
+        record = _read_record(path)
+        if record is None or record["result"]["identity"] == identity:
+            continue
+        stored = record.get("settings", {})
+        current = settings.model_dump(mode="json")
+        without_effect = {"max_unk_rate"}
+        changed = [key for key in current if key in stored.keys() - without_effect and stored[key] != current[key]]
+        pairs = [("task", record["result"].get("task"), task), ("encoder", record.get("model"), model)]
+        pairs = [pair for pair in pairs if pair[1] != pair[2]]
+        options = " ".join(f"--set {shlex.quote(f'{key}={_as_option(stored[key])}')}" for key in changed)
+        repeat = f"repeat the command with {options}, " if options and not pairs else ""
+        pairs += [(key, _as_option(stored[key]), _as_option(current[key])) for key in changed]
+        what = ", ".join(f"{key}: {there} there, {here} here" for key, there, here in pairs)
+        raise UserError(
+            f"{path}: holds a model of another task, encoder, data or settings than this command for {task} "
+            f"({what or 'the data, or the weights of the encoder'}); {repeat}pass another --output, add --no-save for "
+            f"scores only, or remove {folder}"
+        )
+
+
+def _as_option(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def copy_best(folder: Path, results: Sequence[Measured]) -> Path | None:

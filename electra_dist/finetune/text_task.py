@@ -40,6 +40,7 @@ from electra_dist.finetune.labelled_texts import (
     texts_of,
 )
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile, label_weights, tsv_file
+from electra_dist.store.atomic_files import did_you_mean
 from electra_dist.tables import TABLE_SUFFIXES, Column, find_columns, read_table
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ class TextTask(Task):
         """Return the user's training examples, and `spec` with the columns that it leaves open."""
         file = find_split(data, "train")
         if file is None:
-            what = "no table for training" if data.exists() else "no such file or folder"
+            what = "no table for training" if data.exists() else f"no such file or folder{did_you_mean(data)}"
             tables = sorted(path.name for path in data.glob("*") if path.suffix.lower() in TABLE_SUFFIXES)
             among = f" among {list_names(tables)}" if tables else ""
             raise UserError(

@@ -32,7 +32,7 @@ from electra_dist.finetune.tagging_task import are_bio_tags, remarks_on_tags, sp
 from electra_dist.finetune.text_task import encode_texts, row_outputs, text_metrics
 from electra_dist.finetune.word_files import read_words
 from electra_dist.scoring.tuned_model import TunedModel
-from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
+from electra_dist.store.atomic_files import MOST_DATA_BYTES, did_you_mean, read_regular, readable
 from electra_dist.tables import (
     TABLE_SUFFIXES,
     JsonLine,
@@ -222,7 +222,7 @@ def _with_empty_labels(table: Table, label: str) -> Table:
 def _read_lines(file: Path) -> Table:
     """Return a file with one text on each line as a table with the column `text`; a blank line is an empty text."""
     refuse_spreadsheet(file)
-    with readable(file):
+    with readable(file, f"check the path{did_you_mean(file)}"):
         raw = read_regular(file, MOST_DATA_BYTES)
     texts = split_lines(raw, file)
     if not texts[-1]:

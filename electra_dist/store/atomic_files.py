@@ -12,6 +12,7 @@ device between the check and the opening is opened.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -184,6 +185,16 @@ def disk_problem(folder: Path) -> str:
     if disk.f_blocks > 0 and disk.f_bavail == 0:
         return OS_FAILURES[errno.ENOSPC].reason
     return ""
+
+
+def did_you_mean(path: Path) -> str:
+    """Return " (did you mean NAME?)" with the name in its folder most like that of a missing `path`; else ""."""
+    try:
+        names = [] if path.exists() else os.listdir(path.parent)
+    except OSError:
+        return ""
+    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 @contextlib.contextmanager

@@ -116,12 +116,12 @@ def test_an_output_folder_with_other_models_is_refused_before_anything_is_comput
     monkeypatch.setattr(seeds_module, "finetune_task", None)  # nothing may be trained
 
     with pytest.raises(
-        UserError, match=r"holds a model of another task, encoder, data or settings.*--output"
+        UserError, match=r"lr: .* there, 0.001 here\); repeat the command with --set lr=.*, pass another --output"
     ) as error:
         run(encoder, task, out, settings=SHORT.model_copy(update={"lr": 1e-3}))
     assert "\n" not in str(error.value)
     other_weights = {name: weight + 1.0 for name, weight in encoder.state.items()}
-    with pytest.raises(UserError, match="holds a model of another"):
+    with pytest.raises(UserError, match=r"\(the data, or the weights of the encoder\); pass another"):
         run(dataclasses.replace(encoder, state=other_weights), task, out)
     assert contents(out) == before
     (tmp_path / "mine" / "seed-0").mkdir(parents=True)

@@ -146,7 +146,7 @@ def test_empty_cells_keep_their_row_and_quotes_of_a_program_are_remarked_on(tmp_
     with pytest.raises(UserError, match=r"y\.csv:5: the label is empty"):
         open_custom(tmp_path / "y.csv")
     (tmp_path / "z.csv").write_text("text,label\na b,\nc d,y\ne f,\ng h,\n")
-    with pytest.raises(UserError, match=r"z\.csv:2: the label is empty in 3 rows; write"):
+    with pytest.raises(UserError, match=r"z\.csv:2: the label is empty in 3 rows \(line 2, 4, 5\); write"):
         open_custom(tmp_path / "z.csv")
     (tmp_path / "e.csv").write_text("text,label\na b,x\n ,y\nc d,x\n")
     assert any(
@@ -198,11 +198,11 @@ BAD = {
     "example.csv": ("a b,x\nc d,y\ne f,x\ng h,y\ni j,x\n", r"example\.csv: the first line seems .* example, `x`"),
     "twice.csv": ("text,label,text\na b,x,c\n", r"twice\.csv: two columns have the name `text`; rename or remove one"),
     "labels.tsv": ("text\tlabel\tlabel\na b\tx\ty\n", r"labels\.tsv: two columns have the name `label`"),
-    "alone.csv": ("text,label\na b,x\nc d,y\n", r"alone\.csv: no label has more .* --kind regression"),
+    "alone.csv": ("text,label\na b,x\nc d,y\n", r"alone\.csv: .* another value .* --label, .*--kind regression"),
     "all.json": ('[{"text": "a b", "label": "x"}]', r"all\.json: no table, going by its name; convert"),
     "book.doc": ("PK", r"book\.doc: no table, going by its name; convert it .* or pass the --delimiter"),
     "book.xlsx": ("PK", r"book\.xlsx: a spreadsheet, which is not read; save it as CSV UTF-8 .* name the \.csv file"),
-    "old.csv": ("text,label\ncaf\u00e9,x\n", r"old\.csv: not UTF-8 \(byte 14\); convert .*iconv -f WINDOWS-1252 "),
+    "old.csv": ("text,label\ncaf\u00e9,x\n", r"old\.csv:2: not UTF-8 \(byte 14; .* 1 line\); .*iconv -f WIN"),
     "few.csv": ("text,label\na b,x\nc d,x\ne f,y\n", r"few\.csv: 3 examples are too few to hold out 10% of them"),
 }  # fmt: skip
 
@@ -216,6 +216,27 @@ def test_a_table_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name
         open_custom(tmp_path / name)
 
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+def test_a_file_of_two_encodings_is_not_to_be_converted_as_a_whole(tmp_path: Path, line_end: bytes) -> None:
+    lines = [b"text,label", *["caf\u00e9 \u4e2d,x".encode(), "na\u00efve b,y".encode("cp1252")] * 6]
+    (tmp_path / "mixed.csv").write_bytes(line_end.join(lines))
+
+    with pytest.raises(UserError, match=r"mixed\.csv:3: not UTF-8 .* in all 6 lines") as error:
+        open_custom(tmp_path / "mixed.csv")
+
+    assert "write line 3, 5, 7, 9, 11, ... again as UTF-8" in str(error.value)
+    assert "iconv" not in str(error.value)
+
+
+def test_the_name_of_a_missing_table_is_compared_with_those_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "tickets.csv").write_text("text,label\na b,x\n")
+    for read in (open_custom, read_table):
+        with pytest.raises(UserError, match=r"ticket\.csv: no such file.* \(did you mean tickets\.csv\?\); name"):
+            read(tmp_path / "ticket.csv")
+    with pytest.raises(UserError, match=r"no such file or folder; name"):
+        open_custom(tmp_path / "reviews.csv")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])

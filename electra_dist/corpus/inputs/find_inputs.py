@@ -21,6 +21,7 @@ import braceexpand
 from electra_dist.corpus.counts import Counts
 from electra_dist.corpus.inputs.file_kinds import FileKind, encodable, is_no_data, is_page, kind_of, known_endings
 from electra_dist.errors import StoreMissing, UserError
+from electra_dist.store.atomic_files import did_you_mean
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 from electra_dist.store.url_files import list_url
@@ -137,7 +138,7 @@ class _Search:
             raise UserError(f"--input {path}: cannot be read ({error.strerror}); correct it") from None
         if not exists:
             whole = f" (one of the pattern {source})" if is_pattern else ""
-            raise UserError(f"--input {path}: no such file or folder{whole}; correct the path")
+            raise UserError(f"--input {path}: no such file or folder{whole}{did_you_mean(root)}; correct the path")
         if root.is_dir():
             self._add_folder(root, source)
             return

@@ -174,7 +174,13 @@ def finetune(
             out.print(remark)
     out.print(f"loading {located}")
 
-    from electra_dist.finetune.run_seeds import ModelRequest, SeedProcesses, only_command, run_all
+    from electra_dist.finetune.run_seeds import (
+        ModelRequest,
+        SeedProcesses,
+        only_command,
+        run_all,
+        settings_to_learn_more,
+    )
     from electra_dist.finetune.stored_scores import summarize
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
@@ -212,7 +218,8 @@ def finetune(
     _write_summary(folder / SUMMARY_FILE, encoder, settings, summaries)
     _print_scores(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries, tasks)
     if writes_models:
-        _print_next(out, model_dirs)
+        options = {name: settings_to_learn_more(encoder, tasks[name], settings[name]) for name in task_names}
+        _print_next(out, model_dirs, summaries, options)
 
 
 def _advise_on_threads(out: Console, parallel: int) -> None:
@@ -240,14 +247,25 @@ def _print_scores(out: Console, title: str, summaries: list[SeedSummary], tasks:
             out.print(f"to compare: {name}: {guess}")
 
 
-def _print_next(out: Console, model_dirs: dict[str, Path]) -> None:
-    """Print the command that predicts with the best model of each task, where `predict` reads such models."""
+def _print_next(
+    out: Console, model_dirs: dict[str, Path], summaries: list[SeedSummary], options: dict[str, list[str]]
+) -> None:
+    """Print the command that predicts with the best model of each task, where `predict` reads such models.
+
+    Of a task whose seeds have all failed, print how to repeat it; `options` has the settings that may help each task.
+    """
+    failed = {summary.task for summary in summaries if len(summary.failed) == len(summary.scores)}
     files = {"squad1": "QUESTIONS.json", "squad2": "QUESTIONS.json", "ner": "WORDS.txt", "tagging": "WORDS.txt"}
     commands = [
         f"  electra-dist predict {shlex.quote(str(folder))} {files.get(name, 'NEW.csv')} --output predictions.csv"
         for name, folder in model_dirs.items()
-        if name != "pairs" and (folder / "best" / "config.json").exists()
+        if name != "pairs" and name not in failed and (folder / "best" / "config.json").exists()
     ]
+    for name in model_dirs:
+        if name in failed:
+            repeat = f"repeat the command with {' '.join(options[name])} and another --output"
+            other = "add examples, change --set lr, or pretrain longer (docs/finetune.md)"
+            commands.append(f"  {name} has learnt nothing: {repeat if options[name] else other}")
     for line in ["next:", *commands] if commands else []:
         out.print(line, soft_wrap=True)
 

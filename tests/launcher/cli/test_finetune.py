@@ -70,12 +70,13 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     # All texts are equal, so all predictions are equal: both seeds count as failed and are named.
     assert report["tasks"][0]["scores"] == [0.5, 0.5]
     assert list(report["tasks"][0]["failed"]) == ["0", "1"]
-    few = "rte: steps of 32 examples, for each seed: 1, which is few: a small table may need more (--set epochs=10)"
+    few = "rte: steps of 32 examples, for each seed: 1, which is few: --set epochs=10 may help"
     assert 0 <= first.output.index("loading random:") < first.output.index(few) < first.output.index("rte seed 0")
     assert "f1 of not_entailment" in first.output
     assert "failed: rte seed 1: degenerate: all 8 predictions are" in first.output
     assert "to compare: rte: always to predict `entailment` has accuracy 0.5000" in first.output
-    assert f"electra-dist predict {tmp_path / 'out'} NEW.csv --output predictions.csv" in first.output
+    assert "electra-dist predict" not in first.output
+    assert "next:\n  rte has learnt nothing: repeat the command with --set epochs=10 and another" in first.output
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert again.output.count("already there") == 2
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == report
@@ -85,6 +86,8 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     loaded = AutoModelForSequenceClassification.from_pretrained(best)
     assert loaded.config.id2label == {0: "entailment", 1: "not_entailment"}
     assert (best / "submission" / "RTE.tsv").read_text().startswith("index\tprediction\n0\t")
+    many = CliRunner().invoke(app, [*arguments, "--seeds", "1", "--set", "epochs=10", "--output", str(tmp_path / "b")])
+    assert "--set epochs" not in many.output and "rte has learnt nothing: add examples" in many.output
     refused = CliRunner().invoke(app, [*arguments, "--set", "lr=1e-3"])
     assert isinstance(refused.exception, UserError)
     assert "pass another --output" in str(refused.exception)
