@@ -86,10 +86,12 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     loaded = AutoModelForSequenceClassification.from_pretrained(best)
     assert loaded.config.id2label == {0: "entailment", 1: "not_entailment"}
     assert (best / "submission" / "RTE.tsv").read_text().startswith("index\tprediction\n0\t")
-    many = CliRunner().invoke(app, [*arguments, "--seeds", "1", "--set", "epochs=10", "--output", str(tmp_path / "b")])
+    longer = ["finetune", "--task", "rte", *model_arguments, "--data", str(tmp_path), "--set", "epochs=10"]
+    many = CliRunner().invoke(app, [*longer, "--output", str(tmp_path / "b")], catch_exceptions=False)
     assert "--set epochs" not in many.output and "rte has learnt nothing: add examples" in many.output
     refused = CliRunner().invoke(app, [*arguments, "--set", "lr=1e-3"])
     assert isinstance(refused.exception, UserError)
+    assert "repeat the command with --set lr=" in str(refused.exception)
     assert "pass another --output" in str(refused.exception)
 
 
