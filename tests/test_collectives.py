@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.real_runs import free_port
+from support.torch_versions import without_gloo_lines
 
 from electra_dist import collectives
 from electra_dist.collectives import Candidate, Choice, agree, first_that_works
@@ -135,7 +136,7 @@ def run_ranks(*programs: str, arguments: tuple[str, ...] = (), check: bool = Tru
         for rank, program in enumerate(programs)
     ]
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [without_gloo_lines(rank.communicate(timeout=120)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -222,11 +222,10 @@ class CorruptingObjective(Objective):
         return _Replacements(sampled=sampled_BN, loss=masking.weight_BN.new_zeros(()), sums=sums)
 
     def _draw_by_network(self, batch: Batch, masking: Masking) -> _Replacements:
-        target_BN = batch.ids_BS.gather(1, masking.position_BN)
         learns = self.frozen_generator is None
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
             states_MH = self.generator_states(batch, masking)
-            mlm = self.predict(batch, states_MH, target_BN, masking.weight_BN)
+            mlm = self.predict(batch, states_MH, batch.ids_BS.gather(1, masking.position_BN), masking.weight_BN)
         sums = mlm_sums(mlm) | self.entropy_sums(batch, states_MH, masking.weight_BN)
         if learns:
             loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
@@ -235,6 +234,7 @@ class CorruptingObjective(Objective):
         sampled = mlm.sampled_M
         share = batch.values.random_share
         if self.random_replacements is not None and share > 0:
+            target_BN = batch.ids_BS.gather(1, masking.position_BN)  # again: kept, it would raise the peak of memory
             sampled = self.random_replacements.mix(
                 sampled.view_as(target_BN), target_BN, share, batch.row_B, batch.step, batch.seed
             )

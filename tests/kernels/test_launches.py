@@ -9,6 +9,7 @@ import pytest
 import torch
 from electra_kernels.triton.compile_without_gpu import KernelCase, cases
 from support import rehearsal
+from support.torch_versions import needs_products_on_meta
 
 from electra_dist.config.load import load_config
 
@@ -83,6 +84,7 @@ def fits(case: KernelCase, launch: Arguments) -> bool:
     )
 
 
+@needs_products_on_meta
 def test_every_launch_of_a_large_model_is_compiled_ahead_of_time(launches: list[Arguments]) -> None:
     for launch in launches:
         assert any(fits(case, launch) for case in cases()), launch

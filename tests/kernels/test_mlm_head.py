@@ -14,6 +14,7 @@ from electra_kernels.operation_types import RowOptions
 from electra_kernels.sampling import gumbel_from_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.torch_versions import needs_products_on_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -305,6 +306,7 @@ class ProductRecorder(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@needs_products_on_meta
 def test_under_autocast_on_a_gpu_the_products_are_those_of_bf16_weights(monkeypatch):
     # Tensors on "meta" stand for those of a GPU, whose autocast a machine without one cannot enter.
     monkeypatch.setattr(products, "_adds_low_precision_products", lambda device, dtype: True)

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from support import flash_definition
+from support.torch_versions import needs_other_kernels
 from torch.nn.attention.flex_attention import BlockMask
 
 from electra_dist.collectives import Choice
@@ -142,6 +143,7 @@ def test_flash3_needs_its_package(gpu: Any) -> None:
     assert not trials
 
 
+@needs_other_kernels
 def test_torch_runs_the_kernels_of_flash_attn_3_from_its_trial_on_until_another_backend_is_switched_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -208,7 +210,8 @@ def test_the_trial_of_flex_passes_where_both_agree_and_names_what_breaks(monkeyp
         monkeypatch.setattr(attention, "flex_function", lambda compiled: function)
         return find_trial_fault(FlexMask, "cpu", torch.float32, 64, 0.0, None)
 
-    assert "does not support backward on CPU" in find_trial_fault(FlexMask, "cpu", torch.float32, 64, 0.0, None)
+    own_fault = find_trial_fault(FlexMask, "cpu", torch.float32, 64, 0.0, None)
+    assert own_fault == "" or "does not support backward on CPU" in own_fault  # torch 2.8 has these gradients
     assert fault(dense_flex) == ""
     assert fault(lambda q, k, v, block_mask: dense_flex(q, k, 2 * v, block_mask)).startswith("it differs by")
     assert fault(lambda q, k, v, block_mask: dense_flex(q, k, v, block_mask) * torch.nan) == (

@@ -21,7 +21,8 @@ MORE_THAN_TORCHS_LIMIT = 12
 def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own, which torch 2.8 raises to MOST_GRAPHS
+        yield
     torch._dynamo.reset()
 
 
@@ -56,9 +57,9 @@ def test_they_are_compiled_in_another_thread_too():
 
 
 def test_one_graph_too_many_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(module, "MOST_GRAPHS", 9)
     with pytest.raises(FailOnRecompileLimitHit):
-        graphs_of(doubled(), 4)
+        graphs_of(doubled(), 10)
 
 
 def test_the_same_holds_for_a_compiled_layer():

@@ -11,6 +11,7 @@ import torch
 from electra_kernels.layer_passes import join_gradients
 from electra_kernels.operation_types import LayerDropout, SpecialIds
 from support import flash_definition
+from support.torch_versions import needs_products_on_meta
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -270,6 +271,7 @@ def test_the_gradients_of_query_key_and_value_are_copied_once(backend: str, monk
         assert recorded.names.count("_flash_attention_backward") == 1
 
 
+@needs_products_on_meta
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_whole_step_on_meta_reaches_every_parameter(name: str) -> None:
     """Torch's own shapes of both operators; no tensor but the ids' bounds is on the host."""

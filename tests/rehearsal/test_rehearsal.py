@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.rehearsal_cases import CASES, RECORD, REFRESH, count_cases
+from support.torch_versions import needs_products_on_meta
 
 
 def _flat(recorded: dict[str, Any]) -> dict[str, int]:
@@ -43,6 +44,7 @@ def counted_cases() -> dict[str, Any]:
     return count_cases(compiled=False)
 
 
+@needs_products_on_meta
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.compiled])
 def test_a_micro_batch_runs_as_recorded(name: str, counted_cases: dict[str, Any]) -> None:
     counted = counted_cases[name]

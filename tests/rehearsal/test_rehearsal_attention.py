@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.rehearsal import build, rehearse, step_input
+from support.torch_versions import needs_products_on_meta
 
 from electra_dist.config.load import load_config
 
 LARGE = Path(__file__).parents[2] / "configs" / "large_25pct_mask.yaml"
 
 
+@needs_products_on_meta
 def test_every_layer_runs_flash_attention_and_none_the_slow_kernel_with_a_mask() -> None:
     config = load_config(LARGE, ["model.discriminator.num_layers=2", "model.generator.num_layers=3"])
     assert config.model.attention_dropout == 0.1

@@ -8,6 +8,7 @@ import sys
 import pytest
 from support.rehearsal import build, bytes_per_row
 from support.rehearsal_cases import REPOSITORY
+from support.torch_versions import needs_products_on_meta
 
 from electra_dist.config.load import load_config
 from electra_dist.gpu_models import GPU_MEMORY_GB, KNOWN_GPUS
@@ -19,6 +20,7 @@ ENOUGH_ROWS = {"small": 128, "base_size": 32, "large_25pct_mask": 32, "modern_ba
 RECOMPUTE = "engine.activation_checkpointing=true"
 
 
+@needs_products_on_meta
 @pytest.mark.parametrize(
     ("size", "precision", "overrides"),
     [
@@ -44,6 +46,7 @@ def test_the_rehearsal_confirms_the_formula(size: str, precision: str, overrides
     assert computed == pytest.approx(measured, rel=0.03)
 
 
+@needs_products_on_meta
 @pytest.mark.parametrize("name", ["mlm", "all_tokens_mlm", "adversarial", "electric"])
 def test_the_rehearsal_confirms_the_formula_for_other_objectives(name: str) -> None:
     layers = ["model.discriminator.num_layers=6", "model.generator.num_layers=6"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import rehearsal
 from support.rehearsal_cases import CASES
+from support.torch_versions import needs_products_on_meta
 from torch.utils._pytree import tree_map_only
 
 from electra_dist.objectives.rtd import ReplacedTokenDetection
@@ -38,12 +39,14 @@ def _work(name: str, step: int) -> list[Any]:
     return work
 
 
+@needs_products_on_meta
 @pytest.mark.parametrize("name", ["rtd", "rtd reference", "replace_mlm", "electric", "adversarial", "unigram"])
 def test_a_forward_and_backward_pass_is_the_same_work_in_every_step(name: str) -> None:
     _work(name, 1)  # what a process tries once and remembers
     assert _work(name, 3) == _work(name, 77_777)
 
 
+@needs_products_on_meta
 def test_a_number_of_the_step_in_an_operator_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     def weights_of_step(self: Any, batch: Any, corruption: Any) -> torch.Tensor:
         weight_BS: torch.Tensor = batch.layout.is_real_BS * batch.step
