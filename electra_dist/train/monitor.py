@@ -8,7 +8,7 @@ memory errors, the node is added to the run's record of faulty nodes (strikes.js
 The timeout of collectives is twice the hang limit (the time after which a supervisor ends a hanging rank), at most an
 hour. If one rank waits for storage, the others wait in a collective. So the timeout always exceeds the longest wait,
 `cluster.storage_patience_s`. The timeout matters in runs without a supervisor: it ends the ranks that wait for an
-unreachable rank.
+unreachable rank. On CPUs, gloo of torch 2.8 does not obey it.
 
 A rank is slow if its first forward pass of a step takes more than 1.2 times the median rank's time at three logged
 steps in a row. Below ZeRO stage 3 a forward pass has no collective, so it is the rank's own time. One slow shard,

@@ -28,6 +28,7 @@ from pathlib import Path
 from electra_dist.config import CHECKPOINTS_DIR, Config
 from electra_dist.config.load import load_config
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, UserError
+from electra_dist.escapes import printable
 from electra_dist.run.metrics import iter_steps
 from electra_dist.run.records import encode
 from electra_dist.run.this_node import mark_of, marked_pids
@@ -179,9 +180,10 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
     with output.open("ab") as out:
         done = subprocess.run(command, stdout=out, stderr=out, check=False)
     if done.returncode != EXIT_DONE:
+        last_line = output.read_text(errors="replace").rstrip().rpartition("\n")[2]
         raise UserError(
-            f"the uninterrupted run {reference} ended with exit code {done.returncode}; fix what {output} names, "
-            f"then run the drill again"
+            f"the uninterrupted run {reference} ended with exit code {done.returncode} ({printable(last_line)}); fix "
+            f"what {output} names, then run the drill again"
         )
 
 

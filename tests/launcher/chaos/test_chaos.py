@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -266,6 +267,16 @@ def test_an_unknown_fault_or_an_existing_run_folder_is_refused_with_78(
     assert __main__.main([config]) == 78
     assert "run-chaos exists already" in capsys.readouterr().err
     assert not (tmp_path / "run-reference").exists()
+
+
+def test_a_reference_that_fails_is_named_with_the_last_line_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drill may work in a temporary folder, which takes the output with it."""
+    failing = [sys.executable, "-c", "print('one'); print('port 29500 is taken'); raise SystemExit(1)"]
+    monkeypatch.setattr(__main__, "_supervise_command", lambda *_: failing)
+    with pytest.raises(UserError, match=r"ended with exit code 1 \(port 29500 is taken\); fix what .*reference.log"):
+        __main__._make_reference(tmp_path / "reference", argparse.Namespace(config="c.yaml", ranks=1, set=[]))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
