@@ -58,7 +58,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreSummary:
-    """Scores of one objective on one task after some steps, as fractions, of all its seeds."""
+    """Scores of one objective on one task after some steps: one of each seed, as fractions."""
 
     median: float
     low: float

@@ -131,10 +131,10 @@ class _PairsMeasure(Measure):
     metric = "accuracy"
 
     def _of(self, scores: list[PairScore]) -> Measured:
-        """Return the accuracy on all pairs, with its standard error; the last of `scores` is that of all pairs.
+        """Return the accuracy on all pairs, with its standard error, and that on each kind of pair.
 
-        The `details` are the accuracies on each kind of pair; the metrics are the mean margin in nats and, for a
-        masked language model, the accuracy by each readout.
+        `scores` has an entry for each kind, then that of all pairs. Beside the accuracy stand the mean margin in nats
+        and, for a masked language model, the accuracy by each way of scoring a sentence.
         """
         *kind_scores, total = scores
         assert total.phenomenon == ALL
@@ -149,7 +149,7 @@ class _PairsMeasure(Measure):
 
 
 class BuiltInPairsMeasure(_PairsMeasure):
-    """Measure on generated pairs, whose sentences differ in one word: it is wrongly singular or plural in one."""
+    """Measure on generated pairs of sentences that differ in the number of one word, which is wrong in one of them."""
 
     name = MINIMAL_PAIRS
 

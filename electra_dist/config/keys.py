@@ -71,8 +71,9 @@ def fields(root: type[BaseModel]) -> dict[str, FieldInfo]:
 def nearest_key(section: str, name: str, known: Collection[str]) -> str | None:
     """Return the key that was probably meant by the unknown key `name` in `section`; None if no key is near.
 
-    It is the key of `known` for which another tool has this name, the only key of this name in another section, or a
-    key of the same section with a similar name. `section` is "" at the top of the config.
+    It is the key of `known` that Hugging Face's Trainer or Google's ELECTRA calls by this name, or the only key of
+    this name in another section, or one of the same section with a similar name. `section` is "" at the top of the
+    config.
     """
     for key in NAMES_ELSEWHERE.get(name, ()):
         if key in known:

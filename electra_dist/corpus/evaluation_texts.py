@@ -32,7 +32,7 @@ class EvaluationText(NamedTuple):
 
 
 class EvaluationTexts(NamedTuple):
-    """All different texts of some evaluation files that have enough words, and the number of those that have not."""
+    """Different texts of some evaluation files that have a given number of words, and how many are shorter."""
 
     texts: list[EvaluationText]
     num_short: int  # different texts that are left out, because they have too few words

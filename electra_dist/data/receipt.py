@@ -81,7 +81,7 @@ class Receipt:
 
     @classmethod
     def of(cls, row_ids: NDArray[np.int64]) -> Receipt:
-        """Return the receipt of the rows with these ids, int64 [k]."""
+        """Return the receipt of rows, their number and the sum of the hashes of their ids; `row_ids` is int64 [k]."""
         return cls(len(row_ids), int(row_hash(row_ids).sum(dtype=np.uint64)))
 
 

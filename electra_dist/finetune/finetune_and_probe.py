@@ -165,7 +165,10 @@ def probe_task(
 def _probe_features(
     backbone: Backbone, shape: tuple[int, int], ids: Ids, device: torch.device, progress: Progress
 ) -> np.ndarray:
-    """Return the `pooled` states of N examples at all layers, fp32 [L1, N, features]; `shape` is (L1, features)."""
+    """Return the features of N examples at each layer, fp32 [layers, N, features], as `pooled` makes them.
+
+    `shape` is (layers, features); the input of the first layer counts as a layer.
+    """
 
     def pooled_batch(ids_BS: torch.Tensor) -> torch.Tensor:
         is_token_BS = ids_BS != backbone.special.pad

@@ -48,7 +48,7 @@ class MaskedLanguageModel(Objective):
 
 
 def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return loss and counts of the head with which a discriminator predicts tokens under their names in `Sums`."""
+    """Return the loss and counts of a discriminator's token head, each under the name of its field in `Sums`."""
     return {
         "token_loss_sum": prediction.loss_sum,
         "token_weight": prediction.weight_sum,

@@ -128,8 +128,8 @@ def account_of_end(
 ) -> dict[str, Any]:
     """Return what is known of the end of a run's newest start, as a JSON object. Nothing is read.
 
-    A failure of this start or its end in the ledger decides, whichever is newer. If neither exists, "state" is
-    "running or killed". `lease` says which process holds the run folder; None if none does.
+    It is made from the newest recorded failure of that start or from its end in the ledger, whichever is newer. If
+    neither exists, "state" is "running or killed". `lease` says which process holds the run folder; None if none does.
     """
     failure = newest_failure(since_newest_start(failures, ledger, lease))
     ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]

@@ -157,7 +157,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def format_evaluation(record: EvalRecord, total_steps: int) -> list[str]:
-    """Return the two lines of an evaluation on held-out rows, without what the objective does not have."""
+    """Return the two lines of an evaluation on held-out rows, without the losses and scores that a run lacks."""
     begin = f"{_step_column(f'{record.step}/{total_steps}', total_steps)} eval:"
     losses = []
     if record.mlm_loss:

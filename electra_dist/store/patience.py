@@ -205,7 +205,7 @@ class Patience:
     def outage(self) -> Iterator[Outage]:
         """Give an `Outage` to a `with` block that repeats an operation: the block calls `wait_after` at each failure.
 
-        If the block ends without an exception, the operation has succeeded, and a wait that was shown is over.
+        If the block ends without an exception, the operation has succeeded, and `status` shows its wait no longer.
         """
         outage = Outage(self)
         try:

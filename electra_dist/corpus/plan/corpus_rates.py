@@ -218,7 +218,7 @@ class _Measurement:
         return entry.bytes, FinishedBucket(number=0, entries=[entry], counts=Counts())
 
     def _time_of_a_record(self, bucket: FinishedBucket) -> float:
-        """Return the CPU seconds in which the merge, a build's last step, reads one record and looks for its shard."""
+        """Return the CPU seconds per bucket in which the last step of a build, the merge, reads its record."""
         records = BuildRecords(self._store)
         for number in range(_NUM_RECORDS):
             records.record_bucket(bucket.model_copy(update={"number": number}), np.empty((0, 0)))

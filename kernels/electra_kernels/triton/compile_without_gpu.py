@@ -121,7 +121,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
 
 
 def _head_cases() -> tuple[KernelCase, KernelCase]:
-    """Return the row kernel of the generator's head, for training and for evaluation (without gradient)."""
+    """Return the kernel that turns logits into loss and sample, with and without the gradient (for an evaluation)."""
     types = _SHARED_TYPES | {
         "logits_ptr": "*bf16",
         "target_ptr": "*i64",

@@ -91,7 +91,7 @@ def plan(kinds: Sequence[str], count: int, num_steps: int, every_steps: int, see
 
 
 def ordered_kinds(kinds: Sequence[str], count: int, draw: random.Random) -> list[str]:
-    """Return the names of `count` faults in random order, every kind about equally often."""
+    """Return `count` of the `kinds` in random order, each about equally often."""
     num_repetitions = count // len(kinds) + 1
     order = (list(kinds) * num_repetitions)[:count]
     draw.shuffle(order)

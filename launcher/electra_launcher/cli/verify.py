@@ -122,7 +122,7 @@ def _overflowed_steps(run_dir: Path, states: Iterable[tuple[str, RunState]]) -> 
 
 
 def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: Corpora, out: Console) -> None:
-    """Print the number of receipts, the skipped steps, and the verdict: how often rows were used, or the deviation."""
+    """Print how many receipts were checked, the skipped steps, and how often rows were used or what is wrong."""
     last = result.last
     assert last is not None
     num_starts = _num_starts(run)

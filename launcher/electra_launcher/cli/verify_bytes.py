@@ -186,7 +186,7 @@ def _reading(read: Callable[[], object]) -> Callable[[Advance], list[str]]:
 
 
 def _found_already(*faults: str) -> Callable[[Advance], list[str]]:
-    """Return a function for `Part.faults` that reads nothing and returns the faults that are known already."""
+    """Return a check, as `Part.faults` holds one, of a part whose faults are known before it is read."""
     return lambda advance: list(faults)
 
 

@@ -125,7 +125,7 @@ class FailedStart:
     global_batch: int  # rows of a step
 
     def findings(self) -> dict[int, Finding]:
-        """Return why each rank of this node has ended that did not end well, by its exit code and its output."""
+        """Return for each rank of this node that failed the reason, found from its exit code and its output."""
         return {
             rank: classify(code, self.outputs.get(rank, ""), self.num_killed_for_memory)
             for rank, code in sorted(self.codes.items())
