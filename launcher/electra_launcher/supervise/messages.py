@@ -40,13 +40,20 @@ class Log:
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         whole = f"{text}: {quoted}" if quoted else text
-        shown = text if os.path.sameopenfile(1, 2) else whole
+        shown = text if quoted and _stdout_is_stderr() else whole
         print(printable(f"supervise: {shown}"), flush=True)
         try:
             os.write(self._file, f"{now} {printable(whole)}\n".encode())
         except OSError as error:  # The supervisor must keep watching its ranks when the disk is full.
             problem = f"the log file cannot be written ({error.strerror}); free space in the run folder"
             print(printable(f"supervise: {problem}"), flush=True)
+
+
+def _stdout_is_stderr() -> bool:
+    try:
+        return os.path.sameopenfile(1, 2)
+    except OSError:  # one of them is closed
+        return False
 
 
 def event_of(code: int, node: int) -> str | None:

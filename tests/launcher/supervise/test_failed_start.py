@@ -74,6 +74,17 @@ def test_a_refusal_is_shown_once_on_a_console_and_is_in_each_log(
     assert f"{refused}: {line}\n" in (run_dir / "supervise-0.log").read_text()
 
 
+def test_a_message_is_written_where_stderr_is_closed(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, sys; from electra_launcher.supervise.messages import Log;"
+        "log = Log(pathlib.Path(sys.argv[1]), 0); os.close(2); log('refused', quoted='why')"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True, timeout=60)
+
+    assert (done.returncode, done.stdout) == (0, "supervise: refused: why\n")
+
+
 @pytest.mark.parametrize(("bug", "code"), [("kill", -signal.SIGKILL), ("term", -signal.SIGTERM)])
 def test_a_rank_that_a_signal_from_outside_ends_is_started_again(
     tiny_config: MakeConfig, tmp_path: Path, bug: str, code: int
