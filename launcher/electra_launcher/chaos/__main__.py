@@ -32,6 +32,7 @@ from electra_dist.escapes import printable
 from electra_dist.run.metrics import iter_steps
 from electra_dist.run.records import encode
 from electra_dist.run.this_node import mark_of, marked_pids
+from electra_dist.store.atomic_files import read_regular
 from electra_launcher.chaos.drill import Drill, Hit, Planned, Stuck, plan
 from electra_launcher.chaos.fault_plot import write_fault_plot
 from electra_launcher.chaos.faults import FAULTS, SmallDisk
@@ -180,7 +181,7 @@ def _make_reference(reference: Path, args: argparse.Namespace) -> None:
     with output.open("ab") as out:
         done = subprocess.run(command, stdout=out, stderr=out, check=False)
     if done.returncode != EXIT_DONE:
-        last_line = output.read_text(errors="replace").rstrip().rpartition("\n")[2]
+        last_line = read_regular(output).decode(errors="replace").rstrip().rpartition("\n")[2]
         raise UserError(
             f"the uninterrupted run {reference} ended with exit code {done.returncode} ({printable(last_line)}); fix "
             f"what {output} names, then run the drill again"
