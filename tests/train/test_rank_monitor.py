@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.real_runs import free_port
+from support.torch_versions import IS_2_8
 
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import read_heartbeats
@@ -47,7 +47,7 @@ except RuntimeError:
 """
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.8."), reason="gloo of torch 2.8 does not obey a new timeout")
+@pytest.mark.skipif(IS_2_8, reason="gloo of torch 2.8 does not obey a new timeout")
 @pytest.mark.parametrize(("phase", "limit_s"), [("step", 2.0), ("checkpoint", 8.0)])
 def test_a_collective_fails_after_twice_the_limit_of_its_phase(tmp_path: Path, phase: str, limit_s: float) -> None:
     """A rank that waits alone ends by itself, as it must when the network is cut and there is no supervisor.
