@@ -30,6 +30,8 @@ from electra_dist.errors import UserError
 BASE_WIDTH = 512  # hidden size from which the settings for Base are used; ELECTRA-Small has 256, Base 768
 LARGE_WIDTH = 1024  # hidden size from which the settings for Large are used
 
+WITHOUT_EFFECT = {"max_unk_rate"}  # settings on which no result depends
+
 
 class FinetuneConfig(Section):
     """Settings for fine-tuning an encoder on a task; the defaults are the ELECTRA paper's for a Base model on GLUE."""
@@ -155,7 +157,7 @@ class FinetuneConfig(Section):
         `max_unk_rate` is left out, because no result depends on it, and the `pooling` of versions without this key, so
         that their results are found.
         """
-        excluded = {"max_unk_rate"} | ({"pooling"} if self.pooling == "cls" else set())
+        excluded = WITHOUT_EFFECT | ({"pooling"} if self.pooling == "cls" else set())
         return self.model_dump(mode="json", include=None if only is None else set(only), exclude=excluded)
 
 

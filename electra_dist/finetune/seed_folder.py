@@ -21,7 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from electra_dist.errors import StoreError, UserError
-from electra_dist.finetune.finetune_config import FinetuneConfig
+from electra_dist.finetune.finetune_config import WITHOUT_EFFECT, FinetuneConfig
 from electra_dist.finetune.models import TaskModel
 from electra_dist.finetune.stored_scores import Measured
 from electra_dist.finetune.task import TextFile
@@ -128,16 +128,16 @@ def check_folder(folder: Path, identity: str, task: str, model: str, settings: F
         record = _read_record(path)
         if record is None or record["result"]["identity"] == identity:
             continue
-        stored = record.get("settings", {})
-        current = settings.model_dump(mode="json")
-        without_effect = {"max_unk_rate"}
-        changed = [key for key in current if key in stored.keys() - without_effect and stored[key] != current[key]]
-        pairs = [("task", record["result"].get("task"), task), ("encoder", record.get("model"), model)]
-        pairs = [pair for pair in pairs if pair[1] != pair[2]]
-        options = " ".join(f"--set {shlex.quote(f'{key}={_as_option(stored[key])}')}" for key in changed)
-        repeat = f"repeat the command with {options}, " if options and not pairs else ""
-        pairs += [(key, _as_option(stored[key]), _as_option(current[key])) for key in changed]
-        what = ", ".join(f"{key}: {there} there, {here} here" for key, there, here in pairs)
+        stored, current = record.get("settings", {}), settings.model_dump(mode="json")
+        changed = [
+            key for key in current if key in stored and stored[key] != current[key] and key not in WITHOUT_EFFECT
+        ]
+        others = [("task", record["result"].get("task"), task), ("encoder", record.get("model"), model)]
+        others = [(name, there, here) for name, there, here in others if there != here]
+        different_settings = [(key, _as_option(stored[key]), _as_option(current[key])) for key in changed]
+        what = ", ".join(f"{name}: {there} there, {here} here" for name, there, here in [*others, *different_settings])
+        options = " ".join(f"--set {shlex.quote(f'{key}={there}')}" for key, there, _ in different_settings)
+        repeat = f"repeat the command with {options}, " if options and not others else ""
         raise UserError(
             f"{path}: holds a model of another task, encoder, data or settings than this command for {task} "
             f"({what or 'the data, or the weights of the encoder'}); {repeat}pass another --output, add --no-save for "
