@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,7 +121,10 @@ def test_storage_that_is_away_before_the_training_is_told(tiny_config: MakeConfi
 
 
 @pytest.mark.sample
-@pytest.mark.skipif(not can_mount() or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs root and a cgroup")
+@pytest.mark.skipif(
+    not can_mount() or not Path("/sys/fs/cgroup/memory").is_dir() or shutil.which("mkfs.btrfs") is None,
+    reason="needs root, cgroup version 1 and btrfs-progs",
+)
 def test_a_real_run_names_the_exception_and_the_memory_limit_that_ended_it() -> None:
     """A sample of the drill reasons.py, in which torch puts the number of the rank before each line of a traceback."""
     drill = [
