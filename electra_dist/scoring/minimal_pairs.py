@@ -15,7 +15,7 @@ How: the score of a sentence depends on the head with which the encoder was pret
 A standard error is that of the choice of pairs: sqrt(p (1 - p) / n) for n pairs of one kind, and over all pairs the
 same with the kinds as strata.
 
-Cost: 200 pairs of each of six phenomena are 2,400 short sentences for a discriminator and some 17,000 for an MLM. All
+Cost: 200 pairs of each of six phenomena are 2,400 short sentences for a discriminator and some 15,000 for an MLM. All
 67,000 pairs of BLiMP are 134,000 sentences for a discriminator, and about ten times as many for an MLM.
 """
 

@@ -154,7 +154,8 @@ def masked_log_probs(
     """Return log p(token | all tokens that are not masked) for the tokens at C places in `ids`, fp32 [C] on the host.
 
     A place is (index of the row, position in the row). For each place, the model reads a copy of the row in which that
-    token is masked. If `ends` is given, the tokens after it are masked, too, up to the position ends[c] - 1.
+    token is masked; equal copies are read once. If `ends` is given, the tokens after it are masked, too, up to the
+    position ends[c] - 1.
     """
     token_log_probs = token_log_prob_function(encoder, device)
     backbone = encoder.backbone().to(device).eval()
@@ -168,22 +169,26 @@ def masked_log_probs(
 
     if ends is None:
         ends = [position + 1 for _, position in places]
-    copies = []
-    for (row, position), end in zip(places, ends, strict=True):
+    # Sentences of minimal pairs that differ in one word have equal copies in which it is masked.
+    numbers_of: dict[tuple[int, ...], list[int]] = {}  # copy -> indices in `places`
+    for number, ((row, position), end) in enumerate(zip(places, ends, strict=True)):
         row_ids = ids[row]
         if mask in row_ids:
             raise UserError(
                 f"{encoder.name}: a text has the token [MASK] in it, which hides the scored token; remove it"
             )
         masks = [mask] * (end - position)
-        copies.append([*row_ids[:position], *masks, *row_ids[end:]])
-    logp_C = torch.empty(len(copies))
+        copy = (*row_ids[:position], *masks, *row_ids[end:])
+        numbers_of.setdefault(copy, []).append(number)
+    copies, numbers_of_copies = list(numbers_of), list(numbers_of.values())
+    logp_C = torch.empty(len(places))
     for copy_numbers, logp_BV in predict(
         log_probs, copies, encoder.special.pad, SENTENCES_PER_BATCH, device, progress
     ):
-        masked_places = [places[number] for number in copy_numbers]
-        original_B = torch.tensor([ids[row][position] for row, position in masked_places], device=logp_BV.device)
-        logp_C[copy_numbers] = logp_BV.gather(1, original_B[:, None])[:, 0].cpu()
+        batch_rows = [row for row, copy in enumerate(copy_numbers) for _ in numbers_of_copies[copy]]
+        numbers = [number for copy in copy_numbers for number in numbers_of_copies[copy]]
+        originals = [ids[row][position] for row, position in (places[number] for number in numbers)]
+        logp_C[numbers] = logp_BV[batch_rows, originals].cpu()
     return logp_C
 
 

@@ -165,6 +165,25 @@ def test_a_masked_language_model_scores_a_sentence_by_its_pseudo_log_likelihood(
     assert torch.equal(sentence_log_probs(generator, rows, CPU), pseudo_log_likelihood(generator, rows, CPU))
 
 
+def test_equal_copies_of_two_sentences_are_read_once_and_give_each_its_own_score(
+    model: ModelConfig, vocabulary: Vocabulary
+) -> None:
+    state = build_towers(model, 3).state_dict()
+    generator = Pretrained.from_state("run", state, model, vocabulary, True, tower="generator")
+    good, bad = [2, 62, 74, 75, 3], [2, 62, 80, 75, 3]
+    totals: set[int] = set()
+
+    def note_total(_: str, __: int, total: int) -> None:
+        totals.add(total)
+
+    both = pseudo_log_likelihood(generator, [good, bad], CPU, note_total)
+
+    assert totals == {5}  # of six copies, those in which 74 and 80 are masked are equal
+    alone = [pseudo_log_likelihood(generator, [row], CPU).item() for row in (good, bad)]
+    assert both.tolist() == pytest.approx(alone, abs=1e-5)
+    assert alone[0] != pytest.approx(alone[1], abs=1e-3)
+
+
 def test_the_rest_of_a_word_is_masked_with_the_scored_token_in_the_second_sum(
     model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
