@@ -21,6 +21,7 @@ RESERVED = ("run_dir", "seed", "data", "train.num_steps", "train.skip_steps", "c
 MINIMAL_PAIRS = "minimal-pairs"  # column of the built-in minimal pairs
 CONTEXT_AUC = "context-auc"  # column of the ROC-AUC on held-out rows; see heldout_measures.py
 DETECTION = "detection"  # column of the ROC-AUC of the generator's samples; see heldout_measures.py
+AVERAGE = "average"  # name of the last column, the mean of several others
 RANDOM = "random"  # name of an anchor of the table: the initial weights, before the first step
 TRIGRAM = "trigram"  # name of another anchor: a trigram model of the training rows
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -249,9 +250,10 @@ class CompareConfig(Section):
         if not self.tasks and not self.minimal_pairs:
             raise ValueError("nothing is scored; add `tasks`, or set minimal_pairs: true")
         columns = [*self.tasks, *self._pair_columns(), CONTEXT_AUC, *([DETECTION] if self.detection else [])]
-        if len(set(columns)) < len(columns):
+        titles = [*columns, AVERAGE]
+        if len(set(titles)) < len(titles):
             raise ValueError(
-                f"tasks and minimal pairs give the columns {', '.join(columns)}, of which two have the same name; "
+                f"tasks and minimal pairs give the columns {', '.join(titles)}, of which two have the same name; "
                 f"rename a task, a file or a folder"
             )
         if self.criterion is not None:

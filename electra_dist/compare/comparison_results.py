@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from rich.table import Table
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
-from electra_dist.compare.comparison_config import DETECTION, RANDOM, TRIGRAM, CompareConfig
+from electra_dist.compare.comparison_config import AVERAGE, DETECTION, RANDOM, TRIGRAM, CompareConfig
 from electra_dist.compare.comparison_plan import Plan, PlannedRun
 from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.measures import Measure
@@ -34,7 +34,6 @@ from electra_dist.config.secrets import without_secrets
 from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.counts import parameter_counts
 
-AVERAGE = "average"  # name of the last column
 _ANCHOR_NAMES = {RANDOM: "random initialisation", TRIGRAM: "trigram model"}
 PAIR_REMARK = (
     "Margin: mean over the pairs of the grammatical sentence's score minus the other's, in nats. A masked language "

@@ -176,3 +176,5 @@ def test_a_criterion_needs_two_seeds_and_columns_need_different_names(make_compa
         load_section(make_comparison(criterion=tree), CompareConfig)
     with pytest.raises(UserError, match="two have the same name"):
         load_section(make_comparison(minimal_pairs=["pairs/words.txt"]), CompareConfig)
+    with pytest.raises(UserError, match="average, of which two have the same name"):
+        load_section(make_comparison(minimal_pairs=["pairs/average.txt"]), CompareConfig)

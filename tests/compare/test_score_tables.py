@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
+from electra_dist.compare.comparison_config import AVERAGE
 from electra_dist.compare.comparison_results import (
-    AVERAGE,
     Failure,
     console_table,
     markdown,
