@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.hub import model_folder
 from electra_dist.run.folder import is_run_folder, run_within
@@ -20,9 +21,11 @@ Step = int | Literal["best"] | None  # checkpoint of a run: the one after these 
 def locate_model(spec: str, tower: str = "discriminator") -> str:
     """Return the path of the model that a user names by `spec`; in the folder of an export, the model of `tower`.
 
-    A model on the Hub is downloaded, and a name "random:..." is returned as it is. Raises UserError for another text.
+    A model on the Hub is downloaded. A name "random:CONFIG" is returned as it is, after a check of the config. Raises
+    UserError for another text.
     """
     if spec.startswith(RANDOM):
+        load_config(Path(spec.removeprefix(RANDOM)))
         return spec
     folder = model_folder(spec)
     if is_run_folder(folder) or (folder / "config.json").exists():

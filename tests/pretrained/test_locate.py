@@ -23,8 +23,11 @@ def test_an_export_stands_for_the_tower_in_it_and_all_other_models_for_themselve
     export = run / "export"
     assert locate_model(str(export)) == str(export / "discriminator")
     assert locate_model(str(export), "generator") == str(export / "generator")
-    for spec in (str(run), str(export / "generator"), "random:x.yaml"):
+    config = Path(__file__).parents[2] / "configs" / "small.yaml"
+    for spec in (str(run), str(export / "generator"), f"random:{config}"):
         assert locate_model(spec) == spec
+    with pytest.raises(UserError, match=f"^{run}/x.yaml: no such config file"):
+        locate_model(f"random:{run}/x.yaml")
     with pytest.raises(UserError, match=f"not a model: neither a run.*; did you mean {run}\\?$"):
         locate_model(str(run.parent))
     with pytest.raises(UserError, match=r"or random:CONFIG\.yaml$"):

@@ -87,11 +87,13 @@ def minimal_pairs(
     as BLiMP's. Nothing is trained. A standard error (s.e.) is that of the choice of pairs.
     """
     from electra_dist.pretrained.locate import locate_model
+    from electra_dist.scoring.pair_files import read_pair_files
 
     spec = source if model is None else model
     if spec is None or (source is not None and model is not None):
         raise UserError("name one model: electra-dist minimal-pairs MODEL, or --model MODEL")
-    spec = locate_model(spec, tower.value)  # A wrong name is found before torch is imported.
+    spec = locate_model(spec, tower.value)  # A wrong name or file is found before torch is imported.
+    sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
 
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
     from electra_dist.scoring.minimal_pairs import (
@@ -100,9 +102,7 @@ def minimal_pairs(
         score_minimal_pairs,
         score_sentence_pairs,
     )
-    from electra_dist.scoring.pair_files import read_pair_files
 
-    sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
     encoder = load_pretrained(spec, tower.value, vocab)
     device = device_of_choice()
     out = open_console()

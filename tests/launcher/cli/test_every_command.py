@@ -115,7 +115,8 @@ train nothere.yaml; train . --gpus 1; status nothere; why nothere; export nother
 export nothere --layout revisions; export . --license "A B"; report nothere; report runs nothere
 verify nothere; verify nothere --bytes; checkpoint list nothere; checkpoint verify nothere
 checkpoint repair nothere; checkpoint diff nothere there; score --model nothere texts.txt
-score --model random:x.yaml nothere.txt; minimal-pairs nothere; compare nothere.yaml
+score --model random:x.yaml nothere.txt; score --model random:x.yaml texts.txt; minimal-pairs nothere
+minimal-pairs random:x.yaml; minimal-pairs random:small.yaml --file nothere.jsonl; compare nothere.yaml
 finetune --model nothere --data nothere.csv; finetune --model nothere --data texts.txt --set lr=x
 predict nothere texts.txt; plan nothere.yaml; config nothere.yaml; resolve nothere.yaml; speed nothere.yaml
 submit --config nothere.yaml --nodes 1 --time 1:00:00; init old; corpus prepare nothere.yaml
