@@ -1,9 +1,9 @@
 """Compute metrics of predictions, and detect degenerate predictions.
 
 Guarantee: all metrics are fractions, computed by scikit-learn and scipy. Classification has accuracy, Matthews
-correlation and F1 (of label 1 if there are two labels, otherwise the unweighted mean over labels); regression has
-Pearson and Spearman. A correlation is undefined if all predictions are equal. It counts as 0 then, and `degenerate`
-describes the case.
+correlation and F1 (of label 1 if there are two labels, otherwise the unweighted mean over the labels that occur, as in
+scikit-learn); regression has Pearson and Spearman. A correlation is undefined if all predictions, or all true values,
+are equal. It counts as 0 then; `degenerate` describes the first case, `remarks_on_equal_numbers` the second.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ _NUM_RESAMPLES = 200  # resamples of the bootstrap; the relative error of a stan
 
 
 def classification_metrics(predicted: np.ndarray, true: np.ndarray, num_labels: int) -> dict[str, float]:
-    """Return `accuracy`, `mcc` (Matthews correlation) and `f1` of predicted label numbers [N], as fractions."""
-    labels = list(range(num_labels))
+    """Return `accuracy`, `mcc` (Matthews correlation) and `f1` of predicted label numbers [N], as fractions.
+
+    A mean F1 is over the labels that are true or predicted at least once: about others the examples say nothing.
+    """
     average = "binary" if num_labels == 2 else "macro"
+    is_one_label = len(np.union1d(true, predicted)) == 1  # scikit-learn prints a warning of this
     return {
         "accuracy": float(sk.accuracy_score(true, predicted)),
-        "mcc": float(sk.matthews_corrcoef(true, predicted)),
-        "f1": float(sk.f1_score(true, predicted, labels=labels, average=average, zero_division=0.0)),
+        "mcc": 0.0 if is_one_label else float(sk.matthews_corrcoef(true, predicted)),
+        "f1": float(sk.f1_score(true, predicted, average=average, zero_division=0.0)),
     }
 
 

@@ -40,6 +40,24 @@ def test_f1_of_three_labels_is_the_mean_of_the_labels_f1() -> None:
     assert metrics["f1"] == pytest.approx((f1_of_0 + f1_of_1 + f1_of_2) / 3)
 
 
+def test_a_mean_f1_leaves_out_labels_that_are_neither_true_nor_predicted() -> None:
+    predicted = np.array([0, 3, 3])
+    true = np.array([0, 3, 1])
+
+    metrics = classification_metrics(predicted, true, 100)
+
+    assert metrics["f1"] == pytest.approx((1 + 2 / 3 + 0) / 3)  # of the labels 0, 3 and 1
+    assert classification_metrics(true, true, 100)["f1"] == 1.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_single_label_gives_metrics_without_a_warning() -> None:
+    ones = np.ones(3, int)
+    assert classification_metrics(ones, ones, 2) == {"accuracy": 1.0, "mcc": 0.0, "f1": 1.0}
+    assert classification_metrics(0 * ones, 0 * ones, 2) == {"accuracy": 1.0, "mcc": 0.0, "f1": 0.0}
+    assert classification_metrics(ones, ones, 3) == {"accuracy": 1.0, "mcc": 0.0, "f1": 1.0}
+
+
 def test_pearson_is_the_correlation_of_the_values_and_spearman_that_of_their_ranks() -> None:
     """NumPy's corrcoef is the independent formula; the values have no ties."""
     rng = np.random.default_rng(1)
