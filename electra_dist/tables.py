@@ -40,6 +40,13 @@ Column = str | int  # name in the header of a file, or index (from 0) in a file 
 TABLE_SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 SAVED_STATE = "state.json"  # of a dataset that `datasets.save_to_disk` has written
 _SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
+_BINARY_FILES = {  # first bytes -> what such a file is
+    b"PK\x03\x04": "a spreadsheet or a .zip file",
+    b"\xd0\xcf\x11\xe0": "an old spreadsheet",
+    b"PAR1": "a .parquet file",
+    b"\x1f\x8b": "a .gz file",
+    b"\x28\xb5\x2f\xfd": "a .zst file",
+}
 _DELIMITERS = (",", ";", "\t", "|")
 _ROWS_OF_SAMPLE = 1000  # lines by which the columns are found
 _TEXT_TITLES = [
@@ -119,7 +126,13 @@ def _decode(data: bytes, file: Path) -> str:
 
 
 def _not_utf_8(data: bytes, file: Path, start: int) -> str:
-    """Return which lines of a file are not UTF-8, the first at byte `start`, and what to do about them."""
+    """Return which lines of a file are not UTF-8, the first at byte `start`, and what to do about them.
+
+    Of a file that is no text, return what it is.
+    """
+    for beginning, what in _BINARY_FILES.items():
+        if data.startswith(beginning):
+            return f": {what}, going by its first bytes, whatever its name is; convert it to text in UTF-8"
     lines = re.split(_LINE_END.pattern.encode(), data)
     wrong = [number for number, line in enumerate(lines, 1) if not line.isascii() and not _is_utf_8(line)]
     lines_text = "1 line" if len(wrong) == 1 else f"{len(wrong):,} lines"
@@ -465,8 +478,13 @@ def number_in(text: str) -> float:
         return math.nan
 
 
+def is_number(text: str) -> bool:
+    """Return whether a text is a finite number."""
+    return math.isfinite(number_in(text))
+
+
 def _are_numbers(values: list[str]) -> bool:
-    return all(math.isfinite(number_in(value)) for value in values)
+    return all(map(is_number, values))
 
 
 def _have_words(values: list[str]) -> bool:

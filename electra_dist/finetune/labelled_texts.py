@@ -147,6 +147,11 @@ def texts_of(table: Table, text_a: Column, text_b: Column | None, label: Column)
                 f"{file}:{number}: no key `{missing[0]}`; it has {', '.join(line.record)}: "
                 f"name one of these, or add the key"
             )
+        if label != text_a and (line.record[text_a], line.record[label]) == (text_a, label):
+            raise UserError(
+                f"{file}:{number}: the names of the columns stand here again, as where files are put together; remove "
+                f"the line"
+            )
         texts.a.append(line.text(text_a))
         if texts.b is not None and text_b is not None:
             texts.b.append(line.text(text_b))
@@ -184,11 +189,17 @@ def split_off(texts: Texts, share: float, seed: int, is_regression: bool) -> tup
     return texts.rows(kept), texts.rows(held_out)
 
 
-def held_out_rows(file: Path, keys: Sequence[str] | Sequence[float], share: float, seed: int) -> list[int]:
+def held_out_rows(
+    file: Path,
+    keys: Sequence[str] | Sequence[float],
+    share: float,
+    seed: int,
+    instead: str = "name a file with --dev",
+) -> list[int]:
     """Choose rows to hold out: about a `share`, but never all, of the rows with each key; return their numbers.
 
     The choice depends on keys and seed only. A key is a label; a label (not a number) that occurs once stays in
-    training. Raises UserError, which names `file`, if no row would be held out.
+    training. Raises UserError, which names `file` and says what to do `instead`, if no row would be held out.
     """
     num_of = Counter(keys)
     rank = np.random.default_rng(seed).permutation(len(keys))
@@ -202,8 +213,8 @@ def held_out_rows(file: Path, keys: Sequence[str] | Sequence[float], share: floa
         )
     if not held_out:
         raise UserError(
-            f"{file}: {len(keys)} examples are too few to hold out {share:.0%} of them for development; name a file "
-            f"with --dev, or raise --dev-share"
+            f"{file}: {len(keys)} examples are too few to hold out {share:.0%} of them for development; {instead}, or "
+            f"raise --dev-share"
         )
     return sorted(held_out)
 
@@ -392,8 +403,8 @@ def _label_numbers(texts: Texts, labels: tuple[str, ...]) -> list[int]:
     unknown = [row for row, label in enumerate(texts.label) if label not in number_of]
     if len(unknown) == len(set(texts.label)) == len(texts.label) > _NAMED:
         raise UserError(
-            f"{texts.file}: every row has another label, such as `{texts.label[0]}`, and none of them is known; is "
-            f"--label right?"
+            f"{texts.file}: every row has another label, such as `{texts.label[0]}`, and none of them is known; "
+            f"correct --label"
         )
     if unknown:
         raise UserError(
@@ -451,3 +462,13 @@ def _range_of(values: list[float]) -> tuple[float, float]:
     if high == low:
         high = low + max(1.0, abs(low))  # callers divide by the difference; a smaller one may be lost in rounding
     return low, high
+
+
+def remarks_on_equal_numbers(texts: Texts) -> list[str]:
+    """Return a line if all labels of a regression by which predictions are scored are equal; otherwise []."""
+    if len(set(label_values(texts))) != 1:
+        return []
+    return [
+        f"{texts.file}: all labels to score by are equal ({count_names(texts.label)}), so there is no correlation "
+        f"with them, which counts as 0"
+    ]

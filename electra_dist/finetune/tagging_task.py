@@ -190,7 +190,12 @@ class TaggingTask(Task):
     def _hold_out(self, file: Path, share: float, seed: int) -> None:
         """Move a share of the sentences from `train` to `dev`: of those with one tag, and of those with several."""
         keys = [float(len(set(sentence.tags)) > 1) for sentence in self.train]
-        rows = held_out_rows(file, keys, share, seed)
+        if len(keys) == 1:
+            raise UserError(
+                f"{file}: all words are one sentence, so none can be held out; write an empty line after each "
+                f"sentence, or put a dev file beside it"
+            )
+        rows = held_out_rows(file, keys, share, seed, instead="put a dev file beside it")
         self.data = {"split": {"dev_share": share, "split_seed": seed, "dev_sentences": rows}}
         self.notes.append(
             f"{file}: no development file, so {len(rows)} of {len(self.train)} sentences are held out (--dev-share "

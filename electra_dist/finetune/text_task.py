@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from electra_dist.finetune.labelled_texts import (
     find_split,
     list_names,
     read_texts,
+    remarks_on_equal_numbers,
     remarks_on_labels,
     split_off,
     texts_of,
@@ -241,6 +243,8 @@ class TextTask(Task):
 
         if not spec.labels:
             self.notes += remarks_on_labels(self.labels)
+        if not self.labels:
+            self.notes += itertools.chain.from_iterable(map(remarks_on_equal_numbers, self.dev.values()))
         self.train_target = self._label_targets.targets(self.train)
         self.dev_target = {prefix: self._label_targets.targets(texts) for prefix, texts in self.dev.items()}
 

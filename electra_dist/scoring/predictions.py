@@ -25,7 +25,14 @@ import numpy as np
 
 from electra_dist.corpus.text_shape import remarks_on_texts
 from electra_dist.errors import UserError
-from electra_dist.finetune.labelled_texts import LabelTargets, Texts, count_names, list_names, texts_of
+from electra_dist.finetune.labelled_texts import (
+    LabelTargets,
+    Texts,
+    count_names,
+    list_names,
+    remarks_on_equal_numbers,
+    texts_of,
+)
 from electra_dist.finetune.passage_windows import Question, SquadFile, read_squad
 from electra_dist.finetune.squad_task import find_answers, score_answers
 from electra_dist.finetune.tagging_task import are_bio_tags, remarks_on_tags, spans_of, tag_metrics, word_outputs
@@ -38,6 +45,7 @@ from electra_dist.tables import (
     JsonLine,
     Table,
     find_text_column,
+    is_number,
     read_table,
     refuse_spreadsheet,
     split_lines,
@@ -106,7 +114,7 @@ def _open(
         return questions.remarks(file), lambda progress: _predict_answers(model, questions, progress)
     if model.kind == "TokenClassification" and (not is_table or (suffix == ".tsv" and text_a is None)):
         return _open_words(model, file)
-    table = read_table(file, delimiter) if is_table else _read_lines(file)
+    table = _with_all_keys(read_table(file, delimiter)) if is_table else _read_lines(file)
     columns = _columns_of(model, table, _Columns(text_a, text_b, label))
     texts = _read_texts(table, columns)
     nothing = "what is predicted for them means nothing"
@@ -122,7 +130,15 @@ def _open(
         )
     targets = LabelTargets() if len(model.labels) == 1 else LabelTargets(model.labels)
     labelled, remarks = _labelled_rows(file, texts, columns.label, targets.labels)
-    target_N1 = targets.targets(texts.rows(labelled)) if labelled else None
+    target_N1 = None
+    if labelled:
+        scored = texts.rows(labelled)
+        try:
+            target_N1 = targets.targets(scored)
+        except UserError as error:
+            raise UserError(f"{error}, or pass --label '' to predict without scores") from None
+        if not targets.labels:
+            notes += remarks_on_equal_numbers(scored)
     return [*notes, *remarks], lambda progress: _beside_own_columns(
         table, _predict_texts(model, texts, targets, labelled, target_N1, progress)
     )
@@ -133,14 +149,14 @@ def _labelled_rows(
 ) -> tuple[list[int], Sequence[str]]:
     """Return the rows whose labels, in `column`, are scored, and remarks on them for the user.
 
-    `known` are the model's labels, () for a regression. If no label is one of them, none is scored.
+    `known` are the model's labels, () for a regression. If no label is one of them, or no number, none is scored.
     """
     labelled = [row for row, name in enumerate(texts.label) if column and name]
-    if labelled and known and not set(texts.label) & set(known):
+    fitting = set(texts.label) & set(known) if known else {name for name in texts.label if is_number(name)}
+    if labelled and not fitting:
         found = count_names(texts.label[row] for row in labelled)
-        return [], [
-            f"{file}: no label in `{column}` ({found}) is one of the model's ({list_names(known)}), so none is scored"
-        ]
+        needed = f"one of the model's ({list_names(known)})" if known else "a number, as the model predicts"
+        return [], [f"{file}: no label in `{column}` ({found}) is {needed}, so none is scored"]
     if 0 < len(labelled) < len(texts.a):
         return labelled, [f"{file}: {len(labelled)} of {len(texts.a)} rows have a label, and are scored"]
     return labelled, []
@@ -207,12 +223,21 @@ def _read_texts(table: Table, columns: _Columns) -> Texts:
     return texts
 
 
+def _with_all_keys(table: Table) -> Table:
+    """Return a table whose columns are the keys of all objects, if these are JSON: some may lack that of the label."""
+    if table.file.suffix.lower() != ".jsonl":
+        return table
+    keys = dict.fromkeys(str(key) for _, line in table.lines() for key in line.record)
+    return table._replace(columns=list(keys))
+
+
 def _with_empty_labels(table: Table, label: str) -> Table:
-    """Return a table in which a label that is missing (null, or NaN as pandas writes it) is an empty text."""
+    """Return a table in which a label that is missing (no key, null, or NaN as pandas writes it) is an empty text."""
+    may_lack_key = label in table.columns and not table.may_be_short
 
     def lines() -> Iterator[tuple[int, JsonLine]]:
         for number, line in table.lines():
-            value = line.record.get(label, "")
+            value = line.record.get(label, None if may_lack_key else "")
             is_missing = value is None or value != value  # only NaN is not equal to itself
             yield number, line._replace(record={**line.record, label: ""}) if is_missing else line
 

@@ -97,6 +97,11 @@ def _folder_of_model(folder: Path) -> Path:
         )
     if is_run_folder(folder) or (folder / "discriminator" / "config.json").exists():
         raise _no_task(folder)
+    if any((place / "finetune.json").exists() for place in (folder, folder / "best")):
+        raise UserError(
+            f"{folder}: holds predictions, but no model, because it was tuned with --set head=paper; tune again "
+            f"without it"
+        )
     if folder.is_dir():
         raise UserError(
             f"{folder}: holds no tuned model; if its fine-tuning was interrupted, run the finetune command again, "
@@ -112,6 +117,11 @@ def _kind_of(folder: Path, config: Mapping[str, Any]) -> str:
     if is_untuned or config.get("id2label") == _LABELS_OF_DETECTION:
         raise _no_task(folder)
     kinds = [kind for kind in _KINDS if architecture.endswith(f"For{kind}")]
+    if not kinds and (folder / "modules.json").exists():  # of sentence-transformers, as of the task `pairs`
+        raise UserError(
+            f"{folder}: a model of vectors of texts, which has no predictions; load it by SentenceTransformer "
+            f"(docs/finetune.md)"
+        )
     if not kinds or config.get("problem_type") == "multi_label_classification":
         raise UserError(
             f"{folder}: not a model for a task that is predicted ({architecture or 'no architecture'}); name a "

@@ -45,7 +45,7 @@ def test_development_files_without_labels_or_with_a_label_for_each_row_are_named
         with pytest.raises(UserError, match=r"x\.csv:3: the label is empty in 2 rows \(line 3, 4\); write a label"):
             targets(["1", "", ""], kind)
     numbers = [f"T-{number}" for number in range(20)]
-    with pytest.raises(UserError, match=r"x\.csv: every row has another label, such as `T-0`, .*; is --label right"):
+    with pytest.raises(UserError, match=r"x\.csv: every row has another label, such as `T-0`, .*; correct --label"):
         targets(numbers, "classification")
     with pytest.raises(UserError, match="unknown labels"):
         targets([*numbers, "1"], "classification")

@@ -203,6 +203,8 @@ BAD = {
     "book.doc": ("PK", r"book\.doc: no table, going by its name; convert it .* or pass the --delimiter"),
     "book.xlsx": ("PK", r"book\.xlsx: a spreadsheet, which is not read; save it as CSV UTF-8 .* name the \.csv file"),
     "old.csv": ("text,label\ncaf\u00e9,x\n", r"old\.csv:2: not UTF-8 \(byte 14; .* 1 line\); .*iconv -f WIN"),
+    "renamed.csv": ("PK\x03\x04\u00e9 \u00e9", r"renamed\.csv: a spreadsheet or a \.zip file, going by"),
+    "joined.csv": ("text,label\na b,x\nc d,y\ntext,label\n", r"joined\.csv:4: the names of the columns stand"),
     "few.csv": ("text,label\na b,x\nc d,x\ne f,y\n", r"few\.csv: 3 examples are too few to hold out 10% of them"),
 }  # fmt: skip
 

@@ -72,7 +72,8 @@ def test_columns_are_separated_by_tabs_or_spaces_and_the_first_and_the_last_coun
         ("dev.txt", b"the O\n\nalone\n", r"dev\.txt:3: `alone` has no tag; write the word, a tab and its tag"),
         ("dev.txt", b"\n\n", r"dev\.txt: no sentences"),
         ("dev.conll", b"\xff O\n", r"dev\.conll:1: not UTF-8 \(byte 0; in all 1 line\)"),
-        ("other.txt", b"the O\n", r"train\.txt: 1 examples are too few to hold out 10% of them for development"),
+        ("other.txt", b"the O\n", r"train\.txt: all words are one sentence, .* write an empty line after each"),
+        ("train.txt", b"a O\n\nb B-X\n", r"train\.txt: 2 examples are too few .*; put a dev file beside it, or raise"),
         ("dev.txt", b"the NOUN\n", r"do not mark named entities as B-TYPE.*use --task tagging"),
     ],
 )

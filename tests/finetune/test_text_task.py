@@ -128,6 +128,15 @@ def test_the_targets_of_a_custom_regression_are_scaled_by_the_range_of_the_train
     assert task.dev_target[""][:, 0].tolist() == [0.75, 1.5]
 
 
+def test_equal_numbers_of_the_development_data_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "train.tsv", "text\tkind\nA.\t3\nB.\t4\n")
+    write(tmp_path / "dev.tsv", "text\tkind\nA.\t3\nB.\t3\n")
+    remark = f"{tmp_path}/dev.tsv: all labels to score by are equal (`3` 2), so there is no correlation with them, "
+    assert TextTask(REGRESSION, tmp_path).notes == [f"{remark}which counts as 0"]
+    write(tmp_path / "dev.tsv", "text\tkind\nA.\t3\nB.\t5\n")
+    assert TextTask(REGRESSION, tmp_path).notes == []
+
+
 @pytest.mark.parametrize("label", ["nan", "inf", "-inf"])
 def test_a_label_of_a_regression_that_is_not_finite_is_an_error_with_its_line(tmp_path: Path, label: str) -> None:
     write_train_and_dev(tmp_path, f"text\tkind\nA.\t1\nB.\t{label}\nC.\tx\nD.\tx\n")

@@ -175,6 +175,20 @@ def test_numbers_are_those_of_the_development_predictions_and_of_a_pipeline(
     classify = pipeline("text-classification", model=str(tmp_path / "best"), device="cpu", function_to_apply="none")
     assert [row["prediction"] for row in large] == pytest.approx([one["score"] for one in classify(texts)], abs=0.25)
 
+    # Labels that are no numbers, or all equal, give no scores, or a remark on them.
+    table = pandas.DataFrame({"text": texts[:2], "label": ["low", "high"]})
+    table.to_csv(tmp_path / "new.csv", index=False)
+    of_words = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
+    assert of_words.metrics == {} and len(of_words.objects) == 2
+    assert "no label in `label` (`high` 1, `low` 1) is a number" in of_words.notes[-1]
+    table.assign(label=["low", 1]).to_csv(tmp_path / "new.csv", index=False)
+    with pytest.raises(UserError, match=r"new\.csv:2: `low` 1: .*, or pass --label '' to predict without scores"):
+        open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")
+    table.assign(label=1).to_csv(tmp_path / "new.csv", index=False)
+    equal = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
+    assert equal.metrics == {"pearson": 0.0, "spearman": 0.0}
+    assert "all labels to score by are equal (`1` 2), so there is no correlation with them" in equal.notes[-1]
+
     names = {"0": "x", "1": "y"}
     config_file.write_text(json.dumps({**config, "id2label": names}))
     with pytest.raises(UserError, match="a regression of 2 numbers for each text; only models of one number"):
@@ -207,6 +221,15 @@ def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder:
             assert metrics["accuracy"] == ((expected[0] == "animal") + (expected[4] == "none")) / 2
             assert "2 of 5 rows have a label" in notes[-1]
 
+    # An object of a .jsonl file may lack the key, also the first one, but not all of them.
+    objects = ['{"text": "the dog"}', '{"text": "the old dog saw", "label": "animal"}', '{"text": "who"}']
+    (tmp_path / "keys.jsonl").write_text("\n".join(objects))
+    rows, metrics = predict(tmp_path, tmp_path / "keys.jsonl")
+    assert [row.get("label") for row in rows] == [None, "animal", None]
+    assert metrics["accuracy"] == (rows[1]["prediction"] == "animal")
+    with pytest.raises(UserError, match=r"keys\.jsonl:1: no key `kind`"):
+        open_predictions(TunedModel(tmp_path), tmp_path / "keys.jsonl", label="kind")
+
     assert predict(tmp_path, tmp_path / "new.csv", label="")[1] == {}
     table.assign(label="cat").to_csv(tmp_path / "new.csv", index=False)
     result = open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")(lambda *_: None)
@@ -216,7 +239,10 @@ def test_each_row_keeps_its_place_and_a_row_without_label_is_not_scored(encoder:
     )
 
     table.assign(label=["animal", "cat", "cat", "dog", "none"]).to_csv(tmp_path / "new.csv", index=False)
-    message = r"new\.csv:3: `cat` 2, `dog` 1: unknown labels .*; the labels that are known are animal, none"
+    message = (
+        r"new\.csv:3: `cat` 2, `dog` 1: unknown labels .*; the labels that are known are animal, none: correct them, "
+        r"or pass --label '' to predict without scores"
+    )
     with pytest.raises(UserError, match=message):
         open_predictions(TunedModel(tmp_path), tmp_path / "new.csv")
 
@@ -403,9 +429,17 @@ def test_the_command_writes_tables_and_json_lines_and_says_in_one_line_what_is_w
     (interrupted / "seed-1").mkdir(parents=True)
     (interrupted / "seed-1" / "config.json").touch()
     unknown.mkdir()
+    of_paper, of_vectors = tmp_path / "paper", tmp_path / "vectors"
+    (of_paper / "best").mkdir(parents=True)
+    (of_paper / "best" / "finetune.json").touch()
+    of_vectors.mkdir()
+    (of_vectors / "config.json").write_text('{"architectures": ["ElectraModel"]}')
+    (of_vectors / "modules.json").touch()
     for folder, data, message in (
         (interrupted, "other.csv", "its fine-tuning has not finished; run the .* again, or use .*interrupted/seed-1"),
         (unknown, "other.csv", "unknown: holds no tuned model; if its fine-tuning was interrupted, run the finetune"),
+        (of_paper, "other.csv", "paper: holds predictions, but no model, because it was tuned with --set head=paper"),
+        (of_vectors, "other.csv", "vectors: a model of vectors of texts, .*; load it by SentenceTransformer"),
         (tmp_path / "best", "other.csv", "no column is clearly the text; name one of a, b with --text-a"),
         (tmp_path / "best", "nowhere.csv", "nowhere.csv: no such file"),
         (tmp_path / "best", "empty.txt", r"empty.txt: no examples; add at least one line with all columns \(text\)"),

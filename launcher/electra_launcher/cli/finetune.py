@@ -219,7 +219,7 @@ def finetune(
     _print_scores(out, f"{encoder.name}: {'linear probe' if probe else 'fine-tuned'}", summaries, tasks)
     if writes_models:
         options = {name: settings_to_learn_more(encoder, tasks[name], settings[name]) for name in task_names}
-        _print_next(out, model_dirs, summaries, options)
+        _print_next(out, model_dirs, summaries, options, settings)
 
 
 def _advise_on_threads(out: Console, parallel: int) -> None:
@@ -248,12 +248,18 @@ def _print_scores(out: Console, title: str, summaries: list[SeedSummary], tasks:
 
 
 def _print_next(
-    out: Console, model_dirs: dict[str, Path], summaries: list[SeedSummary], options: dict[str, list[str]]
+    out: Console,
+    model_dirs: dict[str, Path],
+    summaries: list[SeedSummary],
+    options: dict[str, list[str]],
+    settings: dict[str, FinetuneConfig],
 ) -> None:
     """Print the command that predicts with the best model of each task, where `predict` reads such models.
 
-    Of a task whose seeds have all failed, print how to repeat it; `options` has the settings that may help each task.
+    Of a task whose seeds have all failed, print how to repeat it; `options` has the settings that may help each task
+    to learn, `settings` those that it had.
     """
+    diverged = {summary.task for summary in summaries if summary.median is None}
     failed = {summary.task for summary in summaries if len(summary.failed) == len(summary.scores)}
     files = {"squad1": "QUESTIONS.json", "squad2": "QUESTIONS.json", "ner": "WORDS.txt", "tagging": "WORDS.txt"}
     commands = [
@@ -262,7 +268,10 @@ def _print_next(
         if name != "pairs" and name not in failed and (folder / "best" / "config.json").exists()
     ]
     for name in model_dirs:
-        if name in failed:
+        if name in diverged:
+            lower_lr = f"repeat the command with --set lr={settings[name].lr / 10:.1g}"
+            commands.append(f"  {name} has diverged: {lower_lr}, or with an earlier --checkpoint of a run")
+        elif name in failed:
             repeat = f"repeat the command with {' '.join(options[name])} and another --output"
             other = "add examples, change --set lr, or pretrain longer (docs/finetune.md)"
             commands.append(f"  {name} has learnt nothing: {repeat if options[name] else other}")

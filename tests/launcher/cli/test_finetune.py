@@ -95,6 +95,20 @@ def test_the_command_writes_results_and_a_table_and_a_second_call_reuses_them(
     assert "pass another --output" in str(refused.exception)
 
 
+def test_after_seeds_that_all_diverged_the_next_step_is_a_lower_learning_rate(
+    model_arguments: list[str], tmp_path: Path
+) -> None:
+    write_rte(tmp_path)
+    arguments = ["finetune", "--task", "rte", *model_arguments, "--data", str(tmp_path)]
+    arguments += ["--output", str(tmp_path / "out"), "--set", "lr=1e30", "--set", "epochs=20"]
+
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+    assert "failed: rte seed 0: diverged: " in result.output
+    assert "next:\n  rte has diverged: repeat the command with --set lr=1e+29, or with an earlier" in result.output
+    assert "learnt nothing" not in result.output
+
+
 def test_several_tasks_have_a_folder_each_and_no_save_writes_scores_only(
     model_arguments: list[str], tmp_path: Path
 ) -> None:
