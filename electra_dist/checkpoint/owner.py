@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.stored_copies import checkpoints
+from electra_dist.checkpoint.stored_copies import Checkpoint, checkpoints, copies_of_each, first_good
 from electra_dist.config import Config
 from electra_dist.errors import StoreMissing, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
@@ -85,26 +85,36 @@ def check_resumable(
     Skipped steps after the checkpoint do not matter, nor do its step and world size. The error is `Discarded` if the
     difference comes from a rollback of this run: the checkpoint was trained on steps that `stopped` contains.
     """
-    _check_run(found, expected, older_identities)
-    _check_skipped_steps(found, expected, stopped)
-
-
-def _check_run(found: RunState, expected: RunState, older_identities: Collection[str]) -> None:
     identities = frozenset([expected.identity_sha256, *older_identities])
-    fault = Owner(identities, frozenset([expected.corpus_fingerprint])).fault(found)
+    owner = Owner(identities, frozenset([expected.corpus_fingerprint]))
+    check_resumable_without_model(found, owner, expected.skipped, stopped)
     for field, description in _FURTHER_FIELDS_OF_A_RUN.items():
-        if not fault and getattr(found, field) != getattr(expected, field):
-            fault = f"a run with {description} wrote it"
+        if getattr(found, field) != getattr(expected, field):
+            raise _cannot_resume(f"a run with {description} wrote it")
+
+
+def check_resumable_without_model(
+    found: RunState, owner: Owner, skipped: Collection[int], stopped: Collection[int]
+) -> None:
+    """Raise what `check_resumable` does, as far as that is known before the model is built. `skipped` are the steps
+    that the run `owner` skips now, ascending.
+    """
+    fault = owner.fault(found)
     if fault:
-        raise TornCheckpoint(
-            f"this run cannot resume from the checkpoint, because {fault}; set run_dir and checkpoint.targets to "
-            f"folders that only this run uses"
-        )
+        raise _cannot_resume(fault)
+    _check_skipped_steps(found, skipped, stopped)
 
 
-def _check_skipped_steps(found: RunState, expected: RunState, stopped: Collection[int]) -> None:
+def _cannot_resume(fault: str) -> TornCheckpoint:
+    return TornCheckpoint(
+        f"this run cannot resume from the checkpoint, because {fault}; set run_dir and checkpoint.targets to folders "
+        f"that only this run uses"
+    )
+
+
+def _check_skipped_steps(found: RunState, skipped: Collection[int], stopped: Collection[int]) -> None:
     # Steps that the run will skip after the checkpoint do not matter to it.
-    expected_skips = tuple(step for step in expected.skipped if step < found.step)
+    expected_skips = tuple(step for step in skipped if step < found.step)
     if found.skipped == expected_skips:
         return
     trained_on = set(expected_skips) - set(found.skipped)
@@ -113,4 +123,29 @@ def _check_skipped_steps(found: RunState, expected: RunState, stopped: Collectio
     raise TornCheckpoint(
         "this run skips other steps now than the run that wrote the checkpoint did up to its step; restore "
         "train.skip_steps in the config and skipped_steps.json in the run folder"
+    )
+
+
+def check_one_is_resumable(
+    found: Sequence[Checkpoint], owner: Owner, skipped: Collection[int], stopped: Collection[int]
+) -> None:
+    """Raise UserError if the manifests tell that the run can resume from none of its checkpoints, newest first.
+    A run whose rollback has discarded all of them begins again, so nothing is raised then. No tensor is read.
+    """
+
+    def read(checkpoint: Checkpoint) -> None:
+        check_resumable_without_model(checkpoint.manifest().state, owner, skipped, stopped)
+
+    good, rejected = first_good(copies_of_each(found), read)
+    if good is None and not all(isinstance(error, Discarded) for error in rejected.values()):
+        raise none_is_good(rejected)
+
+
+def none_is_good(rejected: Mapping[Checkpoint, Exception]) -> UserError:
+    """Return the error that the checkpoints of a run were all `rejected`, with why each of them was."""
+    faults = "; ".join(f"{checkpoint.url}: {fault}" for checkpoint, fault in rejected.items())
+    return UserError(
+        f"none of the {len(rejected)} checkpoints of the run can be used ({faults}); if there is a copy elsewhere, "
+        f"run `electra-dist checkpoint repair RUN --from URL`, or begin again at step 0 with the option "
+        f"--from-scratch of launcher/pretrain.py, which deletes nothing"
     )

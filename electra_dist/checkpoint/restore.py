@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.owner import Discarded, check_resumable
+from electra_dist.checkpoint.owner import Discarded, check_resumable, none_is_good
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.stored_copies import (
     WITHDRAWN,
@@ -37,7 +37,7 @@ from electra_dist.checkpoint.stored_copies import (
 )
 from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.collectives import from_rank_0, gather
-from electra_dist.errors import StorageLost, StoreError, StoreMissing, TornCheckpoint, UserError
+from electra_dist.errors import StorageLost, StoreError, StoreMissing, TornCheckpoint
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
 
@@ -85,7 +85,7 @@ def load_newest(
         set_aside = [_set_aside(unusable, error, good.copy) for unusable, error in rejected.items()]
         return Loaded(good.content, set_aside, notes)
     if not all(isinstance(error, Discarded) for error in rejected.values()):
-        raise _none_is_good(rejected)
+        raise none_is_good(rejected)
     return Loaded(None, [_set_aside(discarded, error, None) for discarded, error in rejected.items()], [])
 
 
@@ -142,12 +142,3 @@ def _set_aside(unusable: Checkpoint, fault: Exception, used: Checkpoint | None) 
     used_step = 0 if used is None else used.step
     line = f"{line}; step {used_step:,} is used instead, which is {unusable.step - used_step:,} steps earlier"
     return line if is_discarded else f"{line}; check the disk or the storage service if this happens again"
-
-
-def _none_is_good(rejected: Mapping[Checkpoint, Exception]) -> UserError:
-    faults = "; ".join(f"{checkpoint.url}: {fault}" for checkpoint, fault in rejected.items())
-    return UserError(
-        f"none of the {len(rejected)} checkpoints of the run can be used ({faults}); if there is a copy elsewhere, "
-        f"run `electra-dist checkpoint repair RUN --from URL`, or begin again at step 0 with the option "
-        f"--from-scratch of launcher/pretrain.py, which deletes nothing"
-    )

@@ -217,6 +217,16 @@ def checkpoints_of_step(stores: Sequence[Store], step: int) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: -checkpoint.attempt)
 
 
+def has_withdrawn(stores: Sequence[Store]) -> bool:
+    """Return whether the run has given up a checkpoint in one of the stores itself, as a rollback does."""
+    for store in stores:
+        for key in store.list("step-"):
+            _, _, name = key.partition("/")
+            if name == SET_ASIDE_REASON and store.read(key).startswith(WITHDRAWN.encode()):
+                return True
+    return False
+
+
 def set_all_aside(targets: Sequence[Store]) -> list[str]:
     """Rename the manifest of every checkpoint in all stores, so that a run begins again at step 0; return log lines.
     A checkpoint whose manifest was renamed before is marked, too, so that no repair restores it. Tensor files stay.

@@ -7,11 +7,15 @@ Limits: this module must not import torch, which takes the command seconds; a ru
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from electra_dist.checkpoint.stored_copies import checkpoints, open_targets
+from electra_dist.checkpoint.owner import Owner, check_one_is_resumable
+from electra_dist.checkpoint.stored_copies import checkpoints, has_withdrawn, open_targets
 from electra_dist.config import Config
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
 from electra_dist.corpus.build_report import (
@@ -29,11 +33,14 @@ from electra_dist.data.corpora import (
 )
 from electra_dist.data.manifest import CorpusManifest, heldout_of, read_corpus_vocabulary, read_manifest
 from electra_dist.errors import ManifestMismatch, StoreMissing, UserError
-from electra_dist.run.folder import check_recorded_inputs, check_run_folder, run_identity
+from electra_dist.run.folder import check_recorded_inputs, check_run_folder, open_run, run_identity
+from electra_dist.run.history import newest_checkpoint
+from electra_dist.run.ledger import read_ledger
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.store.patience import Patience, patient
 from electra_dist.tokenizer import Vocabulary
+from electra_dist.train.guard import SkipList
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +116,50 @@ def check_inputs(
     if not from_scratch:
         check_recorded_inputs(Path(config.run_dir), inputs.heldout_digest)
     return inputs
+
+
+@patient
+def begins_at_step_0(inputs: RunInputs, *, patience: Patience | None = None) -> bool:
+    """Return whether a start has no checkpoint to go on from, so that it begins at step 0.
+
+    Raises UserError if the run has saved checkpoints and none is in its targets, or if their manifests already tell
+    that none can be used. Call it before anything is written into the run folder, and after a start from scratch has
+    set the earlier checkpoints and records aside.
+    """
+    config = inputs.config
+    run_dir = Path(config.run_dir)
+    found = checkpoints(inputs.targets)
+    if found:
+        owner = Owner(
+            identities=frozenset([config.identity_sha256(), *config.older_identities().values()]),
+            corpora=frozenset([inputs.corpora.fingerprint]),
+        )
+        skips = SkipList(run_dir, config.train.skip_steps)
+        check_one_is_resumable(found, owner, sorted(skips.steps), skips.stopped)
+        return False
+    saved_step = newest_checkpoint(read_ledger(run_dir))
+    if saved_step and not has_withdrawn(inputs.targets):
+        raise _checkpoints_are_elsewhere(config, saved_step)
+    return True
+
+
+def _checkpoints_are_elsewhere(config: Config, saved_step: int) -> UserError:
+    """Return the error that the run has saved checkpoints, the newest of `saved_step`, and none is in its targets."""
+    now = config.checkpoint_urls
+    with contextlib.suppress(UserError):  # the config of the last start is lost, or of a version with other keys
+        before = open_run(config.run_dir).checkpoint_urls
+        if before != now:
+            both = json.dumps([*now, *(url for url in before if url not in now)])
+            return UserError(
+                f"checkpoint.targets: the run has saved step {saved_step:,} in {', '.join(before)}, and there is no "
+                f"checkpoint in {', '.join(now)}; to go on from that step, name the old place, too: --set "
+                f"checkpoint.targets={shlex.quote(both)}, or copy its content"
+            )
+    return UserError(
+        f"the run has saved step {saved_step:,}, and there is no checkpoint in {', '.join(now)}; mount or restore "
+        f"that place (the current folder is {Path.cwd()}), or begin again at step 0 with the option --from-scratch of "
+        f"launcher/pretrain.py, which deletes nothing"
+    )
 
 
 def open_training_corpora(config: Config, patience: Patience | None = None) -> tuple[Config, Corpora, list[str]]:

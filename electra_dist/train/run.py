@@ -25,7 +25,7 @@ import torch.distributed as dist
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.checkpoint.stored_copies import check_targets, checkpoints, set_all_aside
+from electra_dist.checkpoint.stored_copies import check_targets, set_all_aside
 from electra_dist.collectives import Choice, agree, from_rank_0, gather, report_once, reported_exit_code
 from electra_dist.config import Config
 from electra_dist.config.rules import keys_without_effect
@@ -59,7 +59,7 @@ from electra_dist.store.json_file import canonical_json
 from electra_dist.store.patience import Patience, patient
 from electra_dist.store.user_cache import keep_compiled_code
 from electra_dist.store.wait_reporter import print_line
-from electra_dist.train.check_inputs import RunInputs, check_inputs, remarks_on_corpora
+from electra_dist.train.check_inputs import RunInputs, begins_at_step_0, check_inputs, remarks_on_corpora
 from electra_dist.train.guard import SkipList
 from electra_dist.train.monitor import RankMonitor
 from electra_dist.train.open_cache import describe_caches, node_cache_folder, shard_folder
@@ -187,7 +187,7 @@ def _build(
     special = SpecialIds.from_tokens(inputs.corpora.tokenizer.special)
     if inputs.from_scratch:
         notes += from_rank_0(lambda: _set_earlier_run_aside(run_dir, inputs, patience=patience))
-    begins = from_rank_0(lambda: not checkpoints(inputs.targets))
+    begins = from_rank_0(lambda: begins_at_step_0(inputs, patience=patience))
     notes += from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     if inputs.heldout is None:
         notes.append("data.heldout is not set, so nothing is evaluated: no context AUC, and no best checkpoint")

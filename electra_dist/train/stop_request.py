@@ -49,6 +49,7 @@ STOP_SIGNALS = (
 _REASONS = {
     signal.SIGINT: INTERRUPTED,
     INTERRUPT_SIGNAL: INTERRUPTED,
+    signal.SIGHUP: "SIGHUP (the terminal was closed)",
     UNWATCHED_SIGNAL: "its supervisor was killed",
 }  # of the signals whose names do not say why the run stops
 _JOB_END = "SLURM_JOB_END_TIME"  # variable of the environment, in Unix seconds

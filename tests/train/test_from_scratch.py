@@ -1,9 +1,10 @@
-"""A run whose checkpoints are all damaged ends with 78; `--from-scratch` begins again and deletes nothing."""
+"""A run whose checkpoints are damaged, or not in its targets, ends with 78; `--from-scratch` begins it again."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from electra_launcher import pretrain
 from electra_launcher.cli.main import app
-from support.real_runs import REPOSITORY, read_losses
+from support.real_runs import REPOSITORY, go_back, read_losses
 from typer.testing import CliRunner
 
 MakeConfig = Callable[..., Path]
@@ -27,6 +28,11 @@ def one_rank(config: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def files(folder: Path) -> dict[str, bytes]:
     """Return the content of every file below a folder, by its path relative to the folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def events(run_dir: Path) -> list[dict[str, object]]:
+    """Return the events of a run's ledger."""
+    return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
 
 
 def test_a_run_without_a_good_checkpoint_is_refused_and_begins_again_only_from_scratch(
@@ -62,8 +68,48 @@ def test_a_run_without_a_good_checkpoint_is_refused_and_begins_again_only_from_s
         set_aside = name.replace("manifest.json", "manifest.set-aside.json")
         assert kept[set_aside] == content, name
     assert again.stdout.count("begins again from scratch") == 3
-    first_event = json.loads((run_dir / "ledger.jsonl").read_text().splitlines()[0])
+    first_event = events(run_dir)[0]
     assert (first_event["event"], first_event["step"]) == ("start", 0)
+
+
+def test_a_start_that_would_lose_the_checkpoints_of_the_run_is_refused_and_changes_no_file(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Each refused start has a setting that may change at a restart; the same start without it goes on."""
+    config = tiny_config(**{"data.heldout": None, "train.num_steps": 12})
+    run_dir = tmp_path / "run"
+    assert one_rank(config).returncode == 0
+    uncut = read_losses(run_dir)
+    go_back(run_dir, 5)
+    recorded = files(run_dir)
+
+    def refusal(*overrides: str) -> str:
+        done = one_rank(config, *(part for override in overrides for part in ("--set", override)))
+        (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert done.returncode == 78 and "Traceback" not in done.stderr
+        kept = files(run_dir)
+        assert {name: kept[name] for name in recorded if "lease" not in name} == {
+            name: content for name, content in recorded.items() if "lease" not in name
+        }
+        return error
+
+    assert "restore train.skip_steps" in refusal("train.skip_steps=[3]")
+    error = refusal(f"checkpoint.targets=[{tmp_path}/new]")
+    old = run_dir / "checkpoints"
+    assert f"has saved step 12 in {old}, and there is no checkpoint in {tmp_path}/new" in error
+    both = f'["{tmp_path}/new", "{old}"]'
+    assert f"checkpoint.targets='{both}'" in error
+    assert one_rank(config, "--set", f"checkpoint.targets={both}").returncode == 0
+    assert read_losses(run_dir) == uncut
+    (event,) = [event for event in events(run_dir) if event["event"] == "resume"]
+    assert event["step"] == 5
+
+    old.rename(tmp_path / "away")
+    shutil.rmtree(tmp_path / "new")
+    recorded = files(run_dir)
+    assert "to go on from that step" not in refusal(f"checkpoint.targets={both}")
+    assert one_rank(config, "--from-scratch").returncode == 0
+    assert read_losses(run_dir) == uncut
 
 
 def test_a_checkpoint_target_that_cannot_be_written_leaves_no_run_folder(

@@ -86,7 +86,7 @@ def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
         assert rank_1.wants_stop() and rank_1.reason == "SIGTERM"
         hung_up = StopRequest(tmp_path, False)
         os.kill(os.getpid(), signal.SIGHUP)  # the terminal was closed
-        assert hung_up.wants_stop() and hung_up.reason == "SIGHUP"
+        assert hung_up.wants_stop() and hung_up.reason == "SIGHUP (the terminal was closed)"
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         under_nohup = StopRequest(tmp_path, False)
         os.kill(os.getpid(), signal.SIGHUP)

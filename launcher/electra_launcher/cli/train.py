@@ -168,12 +168,11 @@ def _check_here(config: Config, num_ranks: int, accept_new_numerics: bool) -> No
 
     For corpora and checkpoints in the cloud, and if a disk does not respond, the ranks check: they wait for storage.
     """
-    from electra_dist.checkpoint.stored_copies import checkpoints
     from electra_dist.config.rules import check_new_run
     from electra_dist.run.folder import is_run_folder
     from electra_dist.store.open_store import REMOTE_SCHEMES
     from electra_dist.store.patience import Patience
-    from electra_dist.train.check_inputs import check_inputs, remarks_on_corpora
+    from electra_dist.train.check_inputs import begins_at_step_0, check_inputs, remarks_on_corpora
 
     corpora = [corpus.url for corpus in config.data.training_corpora()]
     stores = [*corpora, config.data.heldout or "", *config.checkpoint.targets]
@@ -184,7 +183,7 @@ def _check_here(config: Config, num_ranks: int, accept_new_numerics: bool) -> No
         if not is_run_folder(Path(config.run_dir)):
             check_new_run(config)
         inputs = check_inputs(config, num_ranks, accept_new_numerics, patience=Patience(0.0))
-        remarks_on_corpora(inputs.config, inputs.corpora, begins=not checkpoints(inputs.targets))
+        remarks_on_corpora(inputs.config, inputs.corpora, begins=begins_at_step_0(inputs))
 
 
 def _read_hosts(file: Path, wanted: int | None) -> list[Host]:

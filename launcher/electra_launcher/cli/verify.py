@@ -135,8 +135,9 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: C
         shown = ", ".join(map(str, skipped_steps[:_MAX_STEPS_SHOWN]))
         if len(skipped_steps) > _MAX_STEPS_SHOWN:
             shown += ", ..."
+        steps_were = "step was" if len(skipped_steps) == 1 else "steps were"
         out.print(
-            f"{len(skipped_steps)} steps were skipped (by train.skip_steps, by the loss guard or by an overflow in "
+            f"{len(skipped_steps)} {steps_were} skipped (by train.skip_steps, by the loss guard or by an overflow in "
             f"fp16; see ledger.jsonl and metrics.jsonl): {shown}"
         )
     deviation = result.deviation

@@ -49,9 +49,7 @@ class ReceivedSignals:
         """Record a received signal; pass this method to `signal.signal` as the handler."""
         if number == signal.SIGINT:
             self.interrupts += 1
-        # SIGHUP would kill a rank without handlers, which ignores SIGTERM.
-        passed_on: dict[int, int] = {signal.SIGINT: INTERRUPT_SIGNAL, signal.SIGHUP: signal.SIGTERM}
-        self.number = passed_on.get(number, number)
+        self.number = INTERRUPT_SIGNAL if number == signal.SIGINT else number
 
 
 class StartMonitor:

@@ -71,7 +71,7 @@ def interrupt_all(run: Supervised) -> None:
     ("send", "why"),
     [
         (to_the_supervisor, "SIGTERM"),
-        (hang_up, "SIGTERM"),
+        (hang_up, "SIGHUP (the terminal was closed)"),
         (to_one_rank, "SIGTERM"),
         (to_the_step, "SIGUSR2"),
         (interrupt, "interrupted (Ctrl-C)"),
@@ -102,9 +102,8 @@ def test_every_signal_that_a_supervisor_receives_has_a_name_and_is_one_that_rank
 ) -> None:
     received = ReceivedSignals()
     received.handle(number, None)
-    names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGTERM"}
-    assert received.name == names.get(number, number.name)
-    assert received.number in STOP_SIGNALS and received.number not in (signal.SIGINT, signal.SIGHUP)
+    assert received.name == ("Ctrl-C" if number == signal.SIGINT else number.name)
+    assert received.number in STOP_SIGNALS and received.number != signal.SIGINT
 
 
 def test_the_ranks_are_children_of_the_supervisor_in_sessions_of_their_own(
