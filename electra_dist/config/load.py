@@ -37,6 +37,11 @@ S = TypeVar("S", bound=Section)
 _UNKNOWN_KEY = "extra_forbidden"  # pydantic's types of faults
 _MISSING_KEY = "missing"
 _RAISED_BY_CHECK = "value_error"
+_MESSAGES = {
+    "tuple_type": "input should be a list, such as [A, B]",
+    "dict_type": "input should be a section, with its keys indented below it",
+    "model_type": "input should be a section, with its keys indented below it",
+}  # in place of pydantic's, which name Python's classes
 
 CONFIGS_DIR = "configs"
 _MAX_YAML_LEVELS = 50  # of lists and mappings within one another
@@ -128,6 +133,12 @@ def _explain_unknown(root: type[BaseModel], location: list[str]) -> str:
     `location` is the key's path, such as ["train", "micro_bach"].
     """
     unknown = ".".join(location)
+    if "." in location[-1]:  # in a file, where only the indentation says what is in which section
+        *sections, key = location[-1].split(".")
+        if unknown in fields(root):
+            layout = ", ".join(f"`{part}:` and indented below it" for part in sections)
+            return f"unknown key `{unknown}`; a path with dots is for --set: in a file, write {layout} `{key}:`"
+        return _explain_unknown(root, unknown.split("."))
     section, _, name = _general_key(root, location).rpartition(".")
     valid = [key.rpartition(".")[2] for key in fields(root) if key.rpartition(".")[0] == section]
     nearest = nearest_key(section, name, fields(root))
@@ -183,8 +194,11 @@ def _general_key(root: type[BaseModel], location: Sequence[str]) -> str:
 
 
 def _reason(fault: ErrorDetails) -> str:
-    """Return pydantic's message about a fault with a lower-case first letter, because it continues a sentence."""
-    message = fault["msg"].removeprefix("Value error, ")
+    """Return pydantic's message about a fault with a lower-case first letter, because it continues a sentence.
+
+    What pydantic calls by the name of a Python class is called as it is written in YAML.
+    """
+    message = _MESSAGES.get(fault["type"], fault["msg"]).removeprefix("Value error, ")
     return message[0].lower() + message[1:]
 
 

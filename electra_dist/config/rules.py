@@ -15,7 +15,9 @@ Limits: this module must not import torch, because commands on a login node chec
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +42,7 @@ RUN_FOLDERS = (
     "tensorboard",
     "wandb",
 )
+_BEGINS_WITH_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{\w+\})(?:/|$)")
 # Of more numbers of ranks than these, an error lists the first and the last ones.
 _MOST_RANKS_SHOWN = 12
 _FIRST_RANKS_SHOWN = 6
@@ -317,6 +320,20 @@ def _optimizer(optimizer: OptimizerConfig, zero_stage: int) -> Iterator[str]:
 def check_new_run(config: AllSections) -> None:
     """Raise UserError for settings that are almost certainly a mistake, such as a warm-up longer than the run."""
     check_targets_are_separate(config)
+    folders = [("run_dir", config.run_dir), ("data.cache_dir", config.data.cache_dir or "")]
+    folders += [("checkpoint.targets", url) for url in config.checkpoint.targets]
+    for key, folder in folders:
+        if _BEGINS_WITH_VARIABLE.match(folder):  # a run would write below a folder of this very name
+            raise UserError(
+                f"{key}: {folder} begins with the name of a variable, which a config does not replace; write the "
+                f"whole path, or give it by --set in double quotes, where the shell replaces it"
+            )
+    for use, place in _corpus_places(config):
+        if place == _place(config.run_dir):
+            raise UserError(
+                f"run_dir: {config.run_dir} is the folder of {use}, of which a run would replace files such as "
+                f"tokenizer.json; set run_dir to a folder of its own"
+            )
     num_steps = config.train.num_steps
     optimizer = config.optimizer
     warmups = {"optimizer.warmup_steps": optimizer.warmup_steps}
@@ -403,10 +420,16 @@ def _used_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...], bo
         yield f"the folder {name}/ of the run", _place(str(Path(config.run_dir) / name)), True
     if config.data.cache_dir is not None:
         yield "data.cache_dir", _place(config.data.cache_dir), False
+    for key, place in _corpus_places(config):
+        yield key, place, False
+
+
+def _corpus_places(config: AllSections) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (key, parts of the path) of each corpus that the run reads."""
     for corpus in config.data.training_corpora():
-        yield corpus.key, _place(corpus.url, config.data.endpoint_url), False
+        yield corpus.key, _place(corpus.url, config.data.endpoint_url)
     if config.data.heldout is not None:
-        yield "data.heldout", _place(config.data.heldout, config.data.endpoint_url), False
+        yield "data.heldout", _place(config.data.heldout, config.data.endpoint_url)
 
 
 def _place(url: str, endpoint_url: str | None = None) -> tuple[str, ...]:
@@ -467,3 +490,23 @@ def _unused_keys(config: AllSections) -> Iterator[tuple[str, str]]:
     if config.data.heldout is None:
         yield "log.eval_every_steps", "data.heldout is not set"
         yield "log.eval_rows", "data.heldout is not set"
+    elif not _evaluates_saved_steps(config):
+        yield (
+            "checkpoint.keep_best",
+            "no step but the last is sure to have both a checkpoint and an evaluation; set log.eval_every_steps to a "
+            "divisor of checkpoint.every_steps",
+        )
+
+
+def _evaluates_saved_steps(config: AllSections) -> bool:
+    """Return whether an evaluation comes at a step, other than the last one, at which a checkpoint is due."""
+    checkpoint, num_steps = config.checkpoint, config.train.num_steps
+    evaluated = config.log.eval_every_steps
+    if not evaluated:
+        return False
+    saved = [
+        every for every in (checkpoint.every_steps, checkpoint.keep_every_steps) if isinstance(every, int) and every
+    ]
+    if any(math.lcm(evaluated, every) < num_steps for every in saved):
+        return True
+    return any(step % evaluated == 0 and step < num_steps for step in checkpoint.keep_steps)

@@ -71,6 +71,17 @@ def test_mistakes_name_the_file(tmp_path: Path) -> None:
         ("extends: nowhere.yaml\n", ["broken.yaml", "extends", "there is no file", "nowhere.yaml"]),
         ("extends: [defaults.yaml]\n", ["broken.yaml", "extends", "['defaults.yaml']"]),
         ("run_dir: x\n", ["missing key `model`"]),
+        ("train.num_steps: 3\n", ["write `train:` and indented below it `num_steps:`"]),
+        ("train.num_step: 3\n", ["unknown key `train.num_step`; did you mean `train.num_steps`?"]),
+        ("model:\n  discriminator.num_heads: 3\n", ["write `discriminator:` and indented below it `num_heads:`"]),
+        (
+            "extends: configs/demo_cpu.yaml\nlog:\n",
+            ["`log`: input should be a section, with its keys indented below it, not None"],
+        ),
+        (
+            "extends: configs/demo_cpu.yaml\ncheckpoint: {targets: s3://bucket}\n",
+            ["`checkpoint.targets`: input should be a list, such as [A, B]"],
+        ),
     ]:
         broken.write_text(text)
         with pytest.raises(UserError) as caught:

@@ -9,7 +9,12 @@ from pydantic import ValidationError
 
 from electra_dist.config import CACHE_DIR, Config
 from electra_dist.config.load import load_config
-from electra_dist.config.rules import RUN_FOLDERS, check_new_run, check_targets_are_separate
+from electra_dist.config.rules import (
+    RUN_FOLDERS,
+    check_new_run,
+    check_targets_are_separate,
+    keys_without_effect,
+)
 from electra_dist.errors import UserError
 from electra_dist.run import folder
 
@@ -220,6 +225,39 @@ def test_a_place_that_is_named_twice_or_used_otherwise_is_no_checkpoint_target(
         check_new_run(config(targets))
     for good in ([], ["run/checkpoints", "s3://b/run"], ["T", "T2", "s3://b/run", "s3://b/run-2", "s3://c/run"]):
         check_targets_are_separate(config(good))
+
+
+@pytest.mark.parametrize("run_dir", ["corpora/demo", "./corpora/demo/heldout/"])
+def test_the_folder_of_a_corpus_is_no_run_dir(run_dir: str) -> None:
+    with pytest.raises(UserError, match=r"^run_dir: \S+ is the folder of data\.(corpus|heldout), "):
+        check_new_run(load_config(DEMO, [f"run_dir={run_dir}"]))
+    check_new_run(load_config(DEMO, ["run_dir=corpora/demo/run"]))
+
+
+def test_a_variable_at_the_beginning_of_a_folder_is_refused_for_a_new_run() -> None:
+    for setting in ("run_dir=$SCRATCH/run", "data.cache_dir=${TMPDIR}", "checkpoint.targets=[$WORK/run]"):
+        with pytest.raises(UserError, match=r"^\S+: \$\S+ begins with the name of a variable"):
+            check_new_run(load_config(DEMO, [setting]))
+    check_new_run(load_config(DEMO, ["run_dir=runs/a$b"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_effect"),
+    [
+        (["log.eval_every_steps=0"], False),  # after the last step only
+        (["log.eval_every_steps=100"], True),
+        (["log.eval_every_steps=300"], True),  # both at step 600
+        (["log.eval_every_steps=501"], False),
+        (["log.eval_every_steps=100", "checkpoint.every_steps=auto"], False),
+        (["log.eval_every_steps=100", "checkpoint.every_steps=auto", "checkpoint.keep_every_steps=300"], True),
+        (["log.eval_every_steps=100", "checkpoint.every_steps=auto", "checkpoint.keep_steps=[150, 300]"], True),
+        (["log.eval_every_steps=100", "checkpoint.every_steps=auto", "checkpoint.keep_steps=[150, 1000]"], False),
+    ],
+)
+def test_a_best_checkpoint_needs_a_step_with_a_save_and_an_evaluation(settings: list[str], has_effect: bool) -> None:
+    """The demo has 1,000 steps, and saves every 200 of them."""
+    reported = keys_without_effect(load_config(DEMO, ["checkpoint.keep_best=1", *settings]))
+    assert ("checkpoint.keep_best" not in reported) == has_effect
 
 
 def test_every_folder_of_a_run_is_known_to_the_check_of_targets() -> None:

@@ -118,10 +118,12 @@ class _Start(NamedTuple):
     @classmethod
     def of(cls, file: Path, overrides: Sequence[str], accept_new_numerics: bool) -> _Start:
         """Read the config `file`, or that of the run folder `file`; a run whose folder was moved goes on in it."""
-        from electra_dist.run.folder import CONFIG_FILE, override_of_moved_run
+        from electra_dist.run.folder import CONFIG_FILE, is_run_folder, no_run, override_of_moved_run
         from electra_launcher.entry import read_config
 
         if file.is_dir():
+            if not is_run_folder(file):
+                raise no_run(file)
             folder, file = file, file / CONFIG_FILE
             named = read_config(str(file), overrides)[0].run_dir
             move = override_of_moved_run(folder, named)

@@ -136,10 +136,8 @@ class StartMonitor:
         if lost and lost != self._lost:
             self._lost = lost
             names = ", ".join(f"{rank} ({describe_code(codes[rank])})" for rank in lost)
-            self._log(
-                f"rank {names} lost; {len(alive)} ranks of this node still run and are killed unless they end within "
-                f"{_FOLLOW_S:.0f} s"
-            )
+            others = "1 other rank" if len(alive) == 1 else f"{len(alive)} other ranks"
+            self._log(f"rank {names} lost; {others} of this node get {_FOLLOW_S:.0f} s to end before they are killed")
         is_first_loss = self._follow_until is None
         if news and is_first_loss:
             self._log(f"{news}; ending the ranks of this node too")

@@ -119,6 +119,11 @@ def test_contradictory_options_are_refused(arguments: list[str]) -> None:
     assert isinstance(CliRunner().invoke(app, ["train", *arguments]).exception, UserError)
 
 
+def test_a_folder_without_a_run_is_refused_as_such(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, ["train", str(tmp_path)]).exception
+    assert isinstance(refused, UserError) and "not a run folder, because it has no config.yaml" in str(refused)
+
+
 @pytest.mark.parametrize(
     ("lost", "settings", "message"),
     [
