@@ -4,7 +4,7 @@ Guarantee: signal handlers only set a flag; nothing else happens inside one. The
 step's all-reduce (`train/step.py`), so that a signal to any one rank stops all of them after the same step, with a
 checkpoint, and exit code 75.
 
-    SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once)
+    SIGTERM, SIGINT, SIGUSR1, SIGUSR2    stop        (a second SIGINT interrupts at once, without a save)
     INTERRUPT_SIGNAL                     stop        reported as Ctrl-C, which the supervisor passes on by it
     UNWATCHED_SIGNAL                     stop        of a rank to itself, because its supervisor was killed
     SIGHUP (the terminal was closed)     stop        unless the run was started with nohup, which ignores it
@@ -88,6 +88,7 @@ class StopRequest:
 
     def __init__(self, run_dir: Path, is_first_rank: bool) -> None:
         self.reason = ""  # why to stop: a signal, the file `stop`, the end of the job; empty without a request
+        self._was_passed_on = False  # whether a SIGINT that comes now may be the one that a supervisor has passed on
         self._stop_file = run_dir / STOP_FILE
         self._save_file = run_dir / SAVE_FILE
         self._watches = is_first_rank
@@ -101,8 +102,9 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Record a signal as a request to stop; on Ctrl-C after an earlier request, raise KeyboardInterrupt."""
-        if number == signal.SIGINT and self.reason:
+        if number == signal.SIGINT and self.reason and not self._was_passed_on:
             raise KeyboardInterrupt
+        self._was_passed_on = number == INTERRUPT_SIGNAL
         self.reason = _REASONS.get(number) or signal.Signals(number).name
 
     def wants_stop(self) -> bool:

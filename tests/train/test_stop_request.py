@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.real_runs import deepspeed_command, rank_pid
 
-from electra_dist.train.stop_request import STOP_SIGNALS, StopRequest
+from electra_dist.train.stop_request import INTERRUPT_SIGNAL, INTERRUPTED, STOP_SIGNALS, StopRequest
 
 pytestmark = pytest.mark.multiproc
 
@@ -91,6 +91,26 @@ def test_margin_before_the_jobs_end_follows_the_longest_step_and_save(
         under_nohup = StopRequest(tmp_path, False)
         os.kill(os.getpid(), signal.SIGHUP)
         assert not under_nohup.wants_stop()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_a_ctrl_c_that_comes_from_the_supervisor_and_by_itself_is_one_and_the_next_interrupts(tmp_path: Path) -> None:
+    """`scancel --signal=INT` sends SIGINT to the ranks, too, at times after the supervisor has passed it on."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        for first in ([INTERRUPT_SIGNAL, signal.SIGINT], [signal.SIGINT, INTERRUPT_SIGNAL, signal.SIGINT]):
+            request = StopRequest(tmp_path, False)
+            for number in first:
+                os.kill(os.getpid(), number)
+            assert request.wants_stop() and request.reason == INTERRUPTED
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        StopRequest(tmp_path, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
