@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +41,6 @@ RUN_FOLDERS = (
     "tensorboard",
     "wandb",
 )
-_BEGINS_WITH_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{\w+\})(?:/|$)")
 # Of more numbers of ranks than these, an error lists the first and the last ones.
 _MOST_RANKS_SHOWN = 12
 _FIRST_RANKS_SHOWN = 6
@@ -320,14 +318,6 @@ def _optimizer(optimizer: OptimizerConfig, zero_stage: int) -> Iterator[str]:
 def check_new_run(config: AllSections) -> None:
     """Raise UserError for settings that are almost certainly a mistake, such as a warm-up longer than the run."""
     check_targets_are_separate(config)
-    folders = [("run_dir", config.run_dir), ("data.cache_dir", config.data.cache_dir or "")]
-    folders += [("checkpoint.targets", url) for url in config.checkpoint.targets]
-    for key, folder in folders:
-        if _BEGINS_WITH_VARIABLE.match(folder):  # a run would write below a folder of this very name
-            raise UserError(
-                f"{key}: {folder} begins with the name of a variable, which a config does not replace; write the "
-                f"whole path, or give it by --set in double quotes, where the shell replaces it"
-            )
     for use, place in _corpus_places(config):
         if place == _place(config.run_dir):
             raise UserError(
@@ -491,11 +481,8 @@ def _unused_keys(config: AllSections) -> Iterator[tuple[str, str]]:
         yield "log.eval_every_steps", "data.heldout is not set"
         yield "log.eval_rows", "data.heldout is not set"
     elif not _evaluates_saved_steps(config):
-        yield (
-            "checkpoint.keep_best",
-            "no step but the last is sure to have both a checkpoint and an evaluation; set log.eval_every_steps to a "
-            "divisor of checkpoint.every_steps",
-        )
+        advice = "set log.eval_every_steps to a divisor of checkpoint.every_steps"
+        yield "checkpoint.keep_best", f"no save but the last is sure to meet an evaluation; {advice}"
 
 
 def _evaluates_saved_steps(config: AllSections) -> bool:

@@ -48,6 +48,11 @@ def test_shipped_files_resolve_and_read_back_equal(path: Path) -> None:
         ("train.micro_batch=7", ["micro_batch 7 does not divide", "global_batch 16"]),
         ("model.discriminator.num_heads=3", ["num_heads 3 does not divide hidden_size 128"]),
         ("data.seq_len=4096", ["data.seq_len 4096 exceeds model.max_positions 128"]),
+        ("run_dir=$SCRATCH/run", ["`run_dir`: expected a whole path, because a config replaces no variable"]),
+        (
+            "data.cache_dir=${TMPDIR}",
+            ["`data.cache_dir`: expected a whole path, because a config replaces no variable"],
+        ),
         ("engine.zero_stage=4", ["engine.zero_stage", "0, 1, 2 or 3"]),
         ("nonsense", ["--set nonsense", "key.path=value"]),
     ],

@@ -234,13 +234,6 @@ def test_the_folder_of_a_corpus_is_no_run_dir(run_dir: str) -> None:
     check_new_run(load_config(DEMO, ["run_dir=corpora/demo/run"]))
 
 
-def test_a_variable_at_the_beginning_of_a_folder_is_refused_for_a_new_run() -> None:
-    for setting in ("run_dir=$SCRATCH/run", "data.cache_dir=${TMPDIR}", "checkpoint.targets=[$WORK/run]"):
-        with pytest.raises(UserError, match=r"^\S+: \$\S+ begins with the name of a variable"):
-            check_new_run(load_config(DEMO, [setting]))
-    check_new_run(load_config(DEMO, ["run_dir=runs/a$b"]))
-
-
 @pytest.mark.parametrize(
     ("settings", "has_effect"),
     [

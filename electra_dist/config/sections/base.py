@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+_BEGINS_WITH_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{\w+\})(?:/|$)")
+
 
 def _without_tilde(folder: str) -> str:
-    """Replace a leading `~` or `~USER` by that user's home folder."""
+    """Replace a leading `~` or `~USER` by that user's home folder; raise ValueError for a leading variable."""
+    if _BEGINS_WITH_VARIABLE.match(folder):  # a run would write below a folder of this very name
+        raise ValueError(
+            "expected a whole path, because a config replaces no variable (the shell does, in double quotes after "
+            "--set)"
+        )
     try:
         return str(Path(folder).expanduser()) if folder.startswith("~") else folder
     except RuntimeError:
