@@ -248,8 +248,8 @@ def test_the_folder_of_a_corpus_is_no_run_dir(run_dir: str) -> None:
     ],
 )
 def test_a_best_checkpoint_needs_a_step_with_a_save_and_an_evaluation(settings: list[str], has_effect: bool) -> None:
-    """The demo has 1,000 steps, and saves every 200 of them."""
-    reported = keys_without_effect(load_config(DEMO, ["checkpoint.keep_best=1", *settings]))
+    run = ["train.num_steps=1000", "checkpoint.every_steps=200", "checkpoint.keep_best=1"]
+    reported = keys_without_effect(load_config(DEMO, [*run, *settings]))
     assert ("checkpoint.keep_best" not in reported) == has_effect
 
 
