@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -176,6 +177,56 @@ def test_a_build_is_not_resumed_if_the_text_of_its_inputs_changed(
 
     with pytest.raises(ManifestMismatch, match="half built from inputs that have changed since"):
         build_corpus(build_request(inputs, heldout_fraction=0.1))
+
+
+@pytest.mark.parametrize("stage", ["reading", "rows"])
+def test_a_build_goes_on_where_its_inputs_were_moved_with_the_bytes_of_one_that_was_not_stopped(
+    build_request: RequestFactory,
+    prose: Prose,
+    jsonl_file: JsonlFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+) -> None:
+    """The sources keep the names that they had when the build began, in every record."""
+    texts = tmp_path / "texts"
+    for name in ("books", "wiki"):
+        (texts / name).mkdir(parents=True)
+        jsonl_file(prose(400, 6), f"texts/{name}/a.jsonl")
+    build_corpus(build_request(texts, "whole", heldout_fraction=0.1))
+    stage_class = worker_stages.InputReader if stage == "reading" else worker_stages.RowMaker
+    work = stage_class.__call__
+    num_calls = itertools.count()
+
+    def stop_at_second_call(self, task):  # type: ignore[no-untyped-def]
+        if next(num_calls) == 1:
+            raise BuildStopped
+        return work(self, task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage_class, "__call__", stop_at_second_call)
+        with pytest.raises(BuildStopped):
+            build_corpus(build_request(texts, heldout_fraction=0.1))
+    texts.rename(tmp_path / "moved")
+
+    build_corpus(build_request(tmp_path / "moved", heldout_fraction=0.1))
+
+    assert file_contents(tmp_path / "corpus") == file_contents(tmp_path / "whole")
+    assert f"it goes on to name their sources: {texts}/books, {texts}/wiki" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_half_built_corpus_of_inputs_that_are_divided_into_other_sources_is_refused(
+    half_built: BuildRequest, build_request: RequestFactory, tmp_path: Path, inputs: list[Path]
+) -> None:
+    """The same two files are one source if their folder is given, and two if they are given by name."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path in inputs:
+        path.rename(folder / path.name)
+
+    with pytest.raises(ManifestMismatch, match="other names, sizes or sources of files"):
+        build_corpus(build_request(folder, heldout_fraction=0.1))
 
 
 def test_a_build_that_met_a_truncated_input_goes_on_once_the_file_is_whole(

@@ -116,7 +116,7 @@ class _PartOfBuild:
         self._store = open_store(request.output, request.endpoint_url)
         self._records = BuildRecords(self._store)
         self._parameters = {**request.parameters(), "tokenizer": request.vocabulary.sha256}
-        self._groups = group_inputs(request.inputs, request.group_bytes)
+        self._groups: list[InputGroup] = []  # all groups of input files
         self._recorded: dict[int, ReadGroup] = {}  # records of the groups that were read, each of them read once
 
     def is_finished(self) -> bool:
@@ -133,8 +133,11 @@ class _PartOfBuild:
         corrected command may have other parameters. The records of a build in several parts stay, because other parts
         may be at work.
         """
-        self._refuse_unknown_sources()
         was_begun = self._records.is_begun()
+        if was_begun:
+            self._keep_sources(self._records.notes().input_sources)
+        self._refuse_unknown_sources()
+        self._groups = group_inputs(self._request.inputs, self._request.group_bytes)
         try:
             return self._read_and_make_rows()
         except StoreError:
@@ -144,6 +147,19 @@ class _PartOfBuild:
             if is_new and not self._records.group_numbers():
                 self._records.give_up()
             raise
+
+    def _keep_sources(self, sources: list[str]) -> None:
+        """Name the sources of the inputs as this build did when it began, before its inputs were moved.
+
+        Its records and origin files have these names. Inputs with another number of sources are no moved ones.
+        """
+        if len(sources) != len(self._request.sources) or sources == self._request.sources:
+            return
+        self._console.say(
+            f"{self._store.url}: this build was begun with its inputs at other paths, by which it goes on to name "
+            f"their sources: {', '.join(sources)}"
+        )
+        self._request = self._request.with_sources(sources)
 
     def _refuse_unknown_sources(self) -> None:
         corpus = self._request.corpus
@@ -310,8 +326,8 @@ class _PartOfBuild:
 
     def _inputs_changed(self) -> ManifestMismatch:
         return ManifestMismatch(
-            f"{self._store.url}: holds a corpus half built from inputs that have changed since (other names or sizes "
-            "of files); restore the inputs, delete this folder, or choose another --output"
+            f"{self._store.url}: holds a corpus half built from inputs that have changed since (other names, sizes "
+            "or sources of files); give the same inputs as before, delete this folder, or choose another --output"
         )
 
 

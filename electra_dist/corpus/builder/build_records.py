@@ -82,7 +82,7 @@ class ReadGroup(Section):
     """Record that a worker has read some consecutive input files and written their documents to spill files."""
 
     number: int = Field(description="position of the group, from 0")
-    files_digest: str = Field(description="SHA-256 of the names and sizes of its files, in hexadecimal")
+    files_digest: str = Field(description="SHA-256 of the names, sizes and sources of its files, in hexadecimal")
     modified: str = Field(description="SHA-256 of the times of modification of its local files, in hexadecimal")
     documents_digest: str = Field(description="BLAKE2b digest of its documents, undecoded, in hexadecimal")
     spills: list[str] = Field(description="keys of its spill files")
@@ -109,6 +109,9 @@ class BuildNotes(Section):
     with_origins: bool = Field(default=False, description="whether the build writes origin files (corpus.origins)")
     wrote_vocabulary: bool = Field(
         default=False, description="whether the build wrote vocab.txt, rather than found it in its output"
+    )
+    input_sources: list[str] = Field(
+        default=[], description="sources of the input files, in the order of their first files"
     )
     sources: SourceNotes = Field(
         default=SourceNotes(), description="licences of the sources and counts of `corpus prepare`, for build.json"

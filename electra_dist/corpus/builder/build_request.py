@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,26 @@ class BuildRequest:
     def free_settings(self) -> BuildNotes:
         """Return settings such as licences, which a build records but which change neither shards nor corpus.json."""
         sources = SourceNotes(licences=self.corpus.licences, prepared=self.prepared)
-        return BuildNotes(with_origins=self.corpus.origins, sources=sources, max_unk_rate=self.corpus.max_unk_rate)
+        return BuildNotes(
+            with_origins=self.corpus.origins,
+            input_sources=self.sources,
+            sources=sources,
+            max_unk_rate=self.corpus.max_unk_rate,
+        )
+
+    @property
+    def sources(self) -> list[str]:
+        """Return the sources of the inputs, in the order of their first files."""
+        return list(dict.fromkeys(file.source for file in self.inputs))
+
+    def with_sources(self, sources: Sequence[str]) -> BuildRequest:
+        """Return the same request with other names for its sources, which are in the order of `self.sources`."""
+        names = dict(zip(self.sources, sources, strict=True))
+        return dataclasses.replace(
+            self,
+            inputs=[file._replace(source=names[file.source]) for file in self.inputs],
+            prepared={names.get(source, source): counts for source, counts in self.prepared.items()},
+        )
 
     def inputs_identity(self) -> dict[str, Any]:
         """Return the number of inputs that are not empty, and a digest of all names and sizes, as in corpus.json.

@@ -161,7 +161,7 @@ class InputGroup(NamedTuple):
     number: int  # position of the group, from 0
     files: range  # positions of its files among the inputs
     size: int  # bytes of its files, as they are on disk
-    digest: str  # SHA-256 of the names and sizes of its files, in hexadecimal
+    digest: str  # SHA-256 of the names, sizes and sources of its files, in hexadecimal
     modified: str  # SHA-256 of the times of the last change of its files, as far as they are known, in hexadecimal
 
 
@@ -172,7 +172,7 @@ def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGrou
     for number, group_files in enumerate(in_groups(files, lambda file: file.size, group_bytes)):
         positions = range(first, first + len(group_files))
         size = sum(file.size for file in group_files)
-        digest = _digest([[file.name, file.size] for file in group_files])
+        digest = _digest([[file.name, file.size, file.source] for file in group_files])
         times = [os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote]
         versions = [file.version for file in group_files if file.version]
         groups.append(InputGroup(number, positions, size, digest, modified=_digest([*times, *versions])))
