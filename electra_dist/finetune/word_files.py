@@ -146,6 +146,9 @@ def _only_file(folder: Path, split: str) -> Path:
 _COLUMN_SUFFIXES = (".txt", ".conll", ".tsv", ".bio", ".iob2")
 _NAMES_OF_SPLIT = {"train": ("train",), "dev": ("dev", "valid", "validation", "testa")}
 _MIN_COLUMNS = 2  # word and tag
+# Names that a first line gives to the columns of words and of tags.
+_WORD_TITLES = ("word", "words", "token", "tokens", "form", "text")
+_TAG_TITLES = ("tag", "tags", "label", "labels", "ner", "ner_tag", "ner_tags", "pos", "pos_tag", "pos_tags", "upos")
 _WORD_NUMBER = re.compile(r"\d+([-.]\d+)?")  # as the first column of CoNLL-U has them
 
 
@@ -241,7 +244,9 @@ def _sentence_lines(file: Path) -> list[list[_Line]]:
                     "line has; remove comments from the file"
                 )
         sentences.append(marked_words + block[num_marked:])
-    _check_columns(file, [line for lines in sentences for line in lines])
+    all_lines = [line for lines in sentences for line in lines]
+    _check_columns(file, all_lines)
+    _refuse_titles(file, all_lines)
     return [lines for lines in sentences if lines]
 
 
@@ -279,6 +284,17 @@ def _check_columns(file: Path, lines: Sequence[_Line]) -> None:
                 f"{file}:{line.number}: {len(line.columns)} columns, but line {first.number} has "
                 f"{len(first.columns)}; write one word, a tab and its tag on each line"
             )
+
+
+def _refuse_titles(file: Path, lines: Sequence[_Line]) -> None:
+    """Raise UserError if the first line names the columns: it would be a word with a tag that no other word has."""
+    if not lines or lines[0].columns[0].lower() not in _WORD_TITLES or lines[0].columns[-1].lower() not in _TAG_TITLES:
+        return
+    if all(line.columns[-1] != lines[0].columns[-1] for line in lines[1:]):
+        raise UserError(
+            f"{file}:{lines[0].number}: `{lines[0].text}` names the columns and is no word with its tag; remove the "
+            "line"
+        )
 
 
 def _check_first_column(file: Path, sentences: Sequence[TaggedSentence]) -> None:

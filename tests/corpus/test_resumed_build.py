@@ -213,7 +213,9 @@ def test_a_build_goes_on_where_its_inputs_were_moved_with_the_bytes_of_one_that_
     build_corpus(build_request(tmp_path / "moved", heldout_fraction=0.1))
 
     assert file_contents(tmp_path / "corpus") == file_contents(tmp_path / "whole")
-    assert f"it goes on to name their sources: {texts}/books, {texts}/wiki" in " ".join(capsys.readouterr().out.split())
+    assert f"it goes on to name their sources: {texts}/books, {texts}/wiki" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_half_built_corpus_of_inputs_that_are_divided_into_other_sources_is_refused(
@@ -250,6 +252,17 @@ def test_a_build_that_met_a_truncated_input_goes_on_once_the_file_is_whole(
     unstopped = build_corpus(build_request([*inputs, path], "at_once"))
     assert "groups of inputs are read" in capsys.readouterr().out
     assert resumed.manifest == unstopped.manifest
+
+
+def test_an_input_that_is_deleted_after_the_inputs_were_listed_is_named(
+    build_request: RequestFactory, inputs: list[Path]
+) -> None:
+    """Between the two, a build may have trained a vocabulary for hours."""
+    request = build_request(inputs)
+    inputs[1].unlink()
+
+    with pytest.raises(UserError, match=r"b\.jsonl: is gone since the inputs were listed"):
+        build_corpus(request)
 
 
 def test_a_build_from_other_inputs_into_a_finished_corpus_is_refused(

@@ -201,6 +201,22 @@ def test_an_unusable_document_is_skipped_with_the_reason(data: bytes | None, is_
     assert skipped.value.kind == reason
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_file_to_which_something_is_added_while_it_is_read_is_refused(tmp_path: Path, name: str) -> None:
+    """Its name and size tell later what a corpus was built from."""
+    path = tmp_path / name
+    path.write_text('text\n{"text": "one"}\n')
+    files = find_inputs([path])
+
+    documents = iter(DocumentStream(files))
+    next(documents)
+    with path.open("a") as out:
+        out.write('{"text": "two"}\n')
+
+    with pytest.raises(UserError, match=rf"{name}: has 37 bytes, but had 21 when the inputs were listed; run the"):
+        list(documents)
+
+
 def test_a_byte_order_mark_at_the_start_of_a_document_is_dropped() -> None:
     assert decode(RawDocument(b"\xef\xbb\xbfabc", False)) == "abc"
     assert decode(RawDocument(b'\xef\xbb\xbf{"text": "abc"}', True)) == "abc"

@@ -71,6 +71,9 @@ TSV = {
     "empty label": ("text\tkind\none\t\ntwo\tb\n", r"train\.tsv:2: the label is empty"),
 }
 COLUMNS = {
+    "names of the columns": ("Token\tNER_tag\nJohn\tB-PER\n\nhere\tO\n", "names the columns and is no word"),
+    "a word that is called like a column": ("token\tNN\nhere\tlabel\n\nNN\tlabel\n", None),
+    "a tag that is called like a column": ("word\tTAG\nhere\tTAG\n", None),
     "CoNLL-2003": ("-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\nPeter NNP B-NP B-PER\n", None),
     "spaces at the ends, several between": ("EU  B-ORG \n rejects   O\n\n \nPeter B-PER", None),
     "Unicode spaces in words": ("Anna\u00a0Maria B-PER\na\u3000b\u2028c O\nx\x0b\x0c\x1c\x85y O\n\u00a0 O\n", None),

@@ -56,6 +56,7 @@ from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.corpus.origins import Origin, OriginFile, join_tables, put_origins, rows_of_table, table_of_examples
 from electra_dist.data.manifest import ShardEntry
 from electra_dist.data.shard import write_shard
+from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import canonical_json
 from electra_dist.store.open_store import open_store
@@ -173,11 +174,20 @@ def group_inputs(files: Sequence[InputFile], group_bytes: int) -> list[InputGrou
         positions = range(first, first + len(group_files))
         size = sum(file.size for file in group_files)
         digest = _digest([[file.name, file.size, file.source] for file in group_files])
-        times = [os.stat(file.location).st_mtime_ns for file in group_files if not file.is_remote]
+        times = [_modified_ns(file.location) for file in group_files if not file.is_remote]
         versions = [file.version for file in group_files if file.version]
         groups.append(InputGroup(number, positions, size, digest, modified=_digest([*times, *versions])))
         first = positions.stop
     return groups
+
+
+def _modified_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError as error:  # a vocabulary may have been trained for hours since the inputs were listed
+        raise UserError(
+            f"{path}: is gone since the inputs were listed ({error.strerror}); run the same command again"
+        ) from None
 
 
 def _digest(values: list[Any]) -> str:

@@ -5,7 +5,7 @@ reason why it is left out. A tar that was cut off or has a damaged header is an 
 takes the damage for the end of the archive.
 
 How: the `webdataset` package joins consecutive members whose names differ only in their ending to one sample. The
-ending is everything after the first dot of the file name.
+ending is everything from the first dot of the file name on.
 
     .TEXT_FIELD                one document, whatever the ending is (TEXT_FIELD is --text-field)
     .txt, .md                  each is one document, blank lines or not; left out beside .TEXT_FIELD
@@ -13,8 +13,8 @@ ending is everything after the first dot of the file name.
     .jsonl .csv .parquet ...   read as the same file outside of an archive
     all others (.cls, .jpg)    left out
 
-Limits: a member is held in memory as a whole, and one of more than 256 MiB is an error. Archives within archives are
-not read.
+Limits: a sample is held in memory as a whole; a member of more than 256 MiB and a sample of more than 1 GiB are
+errors. Archives within archives are not read.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from electra_dist.data.shard import CheckedTarInfo
 ARCHIVES = ("tar", "zip")
 _ONE_TEXT = FileKind("md", "")  # a member that is one document as a whole
 _READ_BYTES = 1 << 20
+_MOST_SAMPLE_BYTES = 1 << 30  # a sample has as many members as have names that are equal up to the first dot
 
 
 class _Member(NamedTuple):
@@ -66,6 +67,7 @@ class ArchiveReader:
         self._name = name
         self._text_field = text_field
         self._counts = counts
+        self._newest = ""  # name of the member that was read last
 
     def members(self, stream: BinaryIO | io.BufferedIOBase, file_format: str) -> Iterator[TextMember]:
         """Yield the files with texts in a decompressed archive.
@@ -76,54 +78,63 @@ class ArchiveReader:
         from webdataset.tariterators import group_by_keys  # its import takes long
 
         members = self._tar_members(stream) if file_format == "tar" else self._zip_members(stream)
-        samples = group_by_keys(self._known_members(members))
+        samples = group_by_keys(self._known_members(members), keys=_sample_and_ending, lcase=False)
         while True:
             try:
                 sample = next(samples, None)
-            except ValueError as error:  # two members of one name
-                raise OSError(str(error.args[0])) from None
+            except ValueError:
+                raise OSError(f"two members, one after the other, have the name {self._newest}") from None
             if sample is None:
                 return
             yield from self._members_of_sample(sample)
 
     def _known_members(self, members: Iterator[_Member]) -> Iterator[dict[str, Any]]:
         """Yield members with a known ending as dictionaries, which webdataset groups to samples; count the others."""
-        from webdataset.tariterators import base_plus_ext
-
+        newest_sample = None
+        sample_bytes = 0
         for member in members:
             name = member.name.removeprefix("./")
             parts = name.split("/")
-            _, ending = base_plus_ext(name)
+            sample, ending = _sample_and_ending(name)
             if parts[0] == "__MACOSX" or any(part.startswith(".") for part in parts):
                 self.skip("hidden", name)
-            elif ending is None or self._kind_of_member(ending.lower()) is None:
+            elif ending is None or self._kind_of_member(ending) is None:
                 self.skip("unknown_kind", name)
             else:
-                yield {"fname": name, "data": member.read(), "__url__": self._name}
+                data = member.read()
+                sample_bytes = len(data) + (sample_bytes if sample == newest_sample else 0)
+                if sample_bytes > _MOST_SAMPLE_BYTES:
+                    raise OSError(
+                        f"more than {_MOST_SAMPLE_BYTES >> 30} GiB in members whose names are equal up to the first "
+                        f"dot and are taken for one WebDataset sample, such as {name}; give them other names"
+                    )
+                newest_sample = sample
+                self._newest = name
+                yield {"fname": name, "data": data, "__url__": self._name}
 
     def _members_of_sample(self, sample: dict[str, Any]) -> Iterator[TextMember]:
         """Yield the texts of a WebDataset sample (files that differ in their endings only), without its metadata.
 
-        `sample` maps lower-case endings to contents, and `__key__` to the name that the files have in common.
+        `sample` maps endings, such as ".txt", to contents, and `__key__` to the name that the files have in common.
         """
-        endings = [ending for ending in sample if not ending.startswith("__")]
+        endings = [ending for ending in sample if ending.startswith(".")]
         text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
         text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
         chosen_endings = text_field_endings or text_endings
         for ending in endings:
             kind = self._kind_of_member(ending)
             assert kind is not None
-            name = f"{sample['__key__']}.{ending}"
+            name = sample["__key__"] + ending
             if chosen_endings and ending not in chosen_endings and kind.format in (_ONE_TEXT.format, "json"):
                 self.skip("metadata", name)
             else:
                 yield TextMember(name, kind, sample[ending])
 
     def _kind_of_member(self, ending: str) -> FileKind | None:
-        """Return the kind of a member by its lower-case ending, such as "2.json.gz"; None if it is left out."""
+        """Return the kind of a member by its ending, such as ".2.json.gz"; None if it is left out."""
         if self._is_text_field_ending(ending):
             return _ONE_TEXT
-        kind = kind_of(f"member.{ending}")
+        kind = kind_of(f"member{ending}")
         if kind is None or kind.format in ARCHIVES:
             return None
         if kind.format == "txt":
@@ -135,7 +146,7 @@ class ArchiveReader:
         return None if kind is None else kind.format
 
     def _is_text_field_ending(self, ending: str) -> bool:
-        return ending == self._text_field.lower()
+        return ending.lower() == f".{self._text_field.lower()}"
 
     def skip(self, reason: str, member_name: str) -> None:
         """Count a member that is left out; `reason` is a key of `SKIP_REASONS`."""
@@ -162,6 +173,17 @@ class ArchiveReader:
             for info in archive.infolist():
                 if not info.is_dir():
                     yield _Member(info.filename, functools.partial(_read_zip_member, archive, info))
+
+
+def _sample_and_ending(name: str) -> tuple[str | None, str | None]:
+    """Divide a member's name into the key of its sample and its ending, as webdataset does; None for a name without.
+
+    The ending keeps its dot, so that none is equal to an entry of webdataset's own, such as `__key__`.
+    """
+    from webdataset.tariterators import base_plus_ext  # its import takes long
+
+    sample, ending = base_plus_ext(name)
+    return sample, None if ending is None else f".{ending}"
 
 
 def _read_tar_member(content: IO[bytes], member: tarfile.TarInfo) -> bytes:

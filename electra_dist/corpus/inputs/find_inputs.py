@@ -10,6 +10,7 @@ Limits: objects on S3 are listed once, a thousand by a request; other URLs as `s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,6 +71,17 @@ class FoundInputs(NamedTuple):
 def num_with_content(files: Iterable[InputFile]) -> int:
     """Return how many files are not empty; an empty file is counted as left out."""
     return sum(file.size > 0 for file in files)
+
+
+def refuse_output_among_inputs(output: str, inputs: Sequence[str]) -> None:
+    """Raise UserError if an output is inside an input or is one: it would be read as text, or replace the text."""
+    for path in itertools.chain.from_iterable(map(paths_of_input, inputs)):
+        if "://" in output:
+            is_inside = f"{output.rstrip('/')}/".startswith(f"{path.rstrip('/')}/")
+        else:
+            is_inside = "://" not in path and Path(output).resolve().is_relative_to(Path(path).resolve())
+        if is_inside:
+            raise UserError(f"--output {output} is inside the input {path}; choose a path outside of {path}")
 
 
 def find_inputs(paths: Sequence[str | Path], endpoint_url: str | None = None) -> list[InputFile]:

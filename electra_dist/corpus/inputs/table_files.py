@@ -81,9 +81,11 @@ def read_csv(
     # Bytes that are not UTF-8 become surrogates, from which `encode` makes the same bytes again.
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")  # type: ignore[type-var]
     lines = lines_of(text)
-    first_line = next(lines, None)
+    num_empty = 0  # lines before the header
+    while (first_line := next(lines, None)) is not None and not first_line.strip(" \r\n"):
+        num_empty += 1
     if first_line is None:
-        return  # an empty file
+        return  # nothing but empty lines
     all_lines = itertools.chain([first_line], lines)
     if is_tsv:
         rows = csv.reader(all_lines, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -93,14 +95,14 @@ def read_csv(
     try:
         yield from _documents_of_rows(rows, text_field, with_fields)
     except csv.Error as error:
-        raise OSError(f"line {max(1, rows.line_num)} is not CSV: {error}") from None
+        raise OSError(f"line {num_empty + max(1, rows.line_num)} is not CSV: {error}") from None
 
 
 def _documents_of_rows(rows: Iterator[list[str]], text_field: str, with_fields: bool) -> Iterator[RawDocument]:
     """Yield a document for each row after the header; its `data` is None if the row has too few or many cells."""
     columns = next(rows)
-    if text_field not in columns:
-        raise NoTextColumn(text_field, columns)
+    if columns.count(text_field) != 1:
+        raise NoTextColumn(text_field, columns, _several_of(text_field, columns))
     index = columns.index(text_field)
     id_index = columns.index(_ID_COLUMN) if _ID_COLUMN in columns else None
     for row in rows:
@@ -263,12 +265,13 @@ def _path_to_text(schema: pyarrow.Schema, text_field: str) -> list[str]:
     found_type = _type_at(schema, path)
     if found_type is not None and _is_text(found_type):
         return path
-    found = None
-    if found_type is not None:
-        found = f"of type {found_type}"
-    elif schema.names.count(text_field) > 1:
-        found = f"the name of {schema.names.count(text_field)} columns"
+    found = f"of type {found_type}" if found_type is not None else _several_of(text_field, schema.names)
     raise NoTextColumn(text_field, list(_names_of_columns(schema)), found)
+
+
+def _several_of(name: str, columns: Sequence[str]) -> str | None:
+    """Return what a name stands for that several columns have, as a phrase for the user; None for another name."""
+    return f"the name of {columns.count(name)} columns" if columns.count(name) > 1 else None
 
 
 def _type_at(schema: pyarrow.Schema, path: list[str]) -> pyarrow.DataType | None:

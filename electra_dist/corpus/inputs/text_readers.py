@@ -28,6 +28,7 @@ import contextlib
 import functools
 import io
 import lzma
+import os
 import re
 import tarfile
 import tempfile
@@ -136,6 +137,12 @@ class DocumentStream:
                 yield from self._documents_of_archive(file.name, stream, kind.format)
             else:
                 yield from self._read(kind.format, stream)
+            size = os.stat(path).st_size
+        if size != file.size:
+            raise UserError(
+                f"{file.location}: has {size:,} bytes, but had {file.size:,} when the inputs were listed; run the "
+                "same command again when the file is complete"
+            )
 
     def _documents_of_archive(self, name: str, stream: io.BufferedIOBase, file_format: str) -> Iterator[RawDocument]:
         """Yield the documents of all members with texts; count tables without the text column as left out."""

@@ -112,7 +112,7 @@ def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
 def finished_report(preparation: Preparation) -> PrepareReport | None:
     """Return the content of prepare.json if the preparation is complete; None if it is not.
 
-    Raises UserError if prepare.json is damaged, or belongs to another preparation.
+    Raises UserError if prepare.json is damaged, or belongs to another preparation or to other files.
     """
     config = preparation.config
     store = open_store(config.output, config.endpoint_url)
@@ -128,6 +128,14 @@ def finished_report(preparation: Preparation) -> PrepareReport | None:
             f"{json.dumps(difference.old)}, is {json.dumps(difference.new)}); set another `output`, or delete the "
             f"files in this folder"
         )
+    for name, counts in report["sources"].items():
+        sizes = [file.size for file in preparation.plan.files if file.source == name]
+        if (len(sizes), sum(sizes)) != (counts["files"], counts["bytes"]):
+            raise UserError(
+                f"{store.url}/{REPORT_FILE}: is the result of other files of the source {name} "
+                f"({counts['bytes']:,} bytes in {counts['files']:,}, now {sum(sizes):,} in {len(sizes):,}); set "
+                "another `output` and `work`"
+            )
     return report
 
 

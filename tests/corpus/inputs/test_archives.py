@@ -94,6 +94,27 @@ def test_the_texts_in_an_archive_are_read_and_all_other_members_counted(
     assert [numbers["files"] for numbers in counts.files.values()] == [1]
 
 
+@pytest.mark.parametrize(("name", "write"), [("a.tar", tar_of), ("a.zip", zip_of)])
+def test_names_that_webdataset_uses_itself_and_endings_in_capitals_lose_no_text(
+    tmp_path: Path, name: str, write: Callable[[dict[str, bytes]], bytes]
+) -> None:
+    """`json.__init__.txt` has an ending that begins like webdataset's own entries of a sample."""
+    texts = {"json.__init__.txt": b"one", "numpy.linalg.__init__.md": b"two", "c.txt": b"three", "c.TXT": b"four"}
+    (tmp_path / name).write_bytes(write(texts))
+
+    found, counts = read([tmp_path])
+
+    assert found == ["one", "two", "three", "four"]
+    assert counts.members == {".txt": 3, ".md": 1}
+
+
+def test_two_members_of_one_name_in_a_row_are_refused_by_their_name(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of({"b.txt": b"two"}).rstrip(b"\0").ljust(1024, b"\0") * 2 + bytes(1024))
+
+    with pytest.raises(UserError, match=r"a\.tar: .*\(two members, one after the other, have the name b\.txt\)"):
+        read([tmp_path])
+
+
 def test_a_link_in_a_tar_is_counted(tmp_path: Path) -> None:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:

@@ -8,6 +8,7 @@ import gzip
 import io
 import lzma
 import os
+import re
 import tarfile
 import tracemalloc
 import zipfile
@@ -120,6 +121,21 @@ def test_a_member_of_an_archive_that_unpacks_to_too_much_is_an_error(tmp_path: P
         tar.addfile(member, io.BytesIO(content))
     (tmp_path / "b.tar").write_bytes(packed.getvalue())
     assert "a document of more than 1 MiB" in refusal(tmp_path / "b.tar")
+
+
+def test_members_whose_names_are_equal_up_to_the_first_dot_cost_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are one sample of a WebDataset shard, such as arXiv's 0704.0001.txt and 0704.0002.txt."""
+    monkeypatch.setattr(archives, "_MOST_SAMPLE_BYTES", 2000)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for number in range(9):
+            archive.writestr(f"07{number // 3:02d}.{number:04d}.txt", "a" * 600)
+    assert len(list(DocumentStream(find_inputs([tmp_path / "a.zip"])))) == 9
+
+    monkeypatch.setattr(archives, "_MOST_SAMPLE_BYTES", 1500)
+    message = r"names are equal up to the first dot and are taken for one WebDataset sample, such as 0700\.0002\.txt"
+    assert re.search(message, refusal(tmp_path / "a.zip"))
 
 
 def extended_header(size: int, content: bytes) -> bytes:

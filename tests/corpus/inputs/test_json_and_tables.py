@@ -146,11 +146,19 @@ def test_csv_with_another_delimiter_gives_the_same_texts(tmp_path: Path, delimit
         texts_of(tmp_path / "a.csv", text_field="body")
 
 
-def test_csv_with_a_quote_that_is_not_closed_is_an_error_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text('text\nfine\n"never closed\nand so on\n')
+@pytest.mark.parametrize("beginning", ["", "\n", "\r\n  \r\n"])
+def test_empty_lines_before_the_names_of_the_columns_are_passed_over(tmp_path: Path, beginning: str) -> None:
+    (tmp_path / "a.csv").write_text(beginning + "id,text\n1,one\n", encoding="utf-8-sig", newline="")
+    (tmp_path / "b.tsv").write_text(beginning + "id\ttext\n1\ttwo\n", newline="")
+    assert texts_of(tmp_path) == ["one", "two"]
 
-    with pytest.raises(UserError, match=r"a\.csv: cannot be read to its end \(line 4 is not CSV"):
+
+@pytest.mark.parametrize("num_empty", [0, 2])
+def test_csv_with_a_quote_that_is_not_closed_is_an_error_with_its_line(tmp_path: Path, num_empty: int) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\n" * num_empty + 'text\nfine\n"never closed\nand so on\n')
+
+    with pytest.raises(UserError, match=rf"a\.csv: cannot be read to its end \(line {num_empty + 4} is not CSV"):
         texts_of(path)
 
 
@@ -315,10 +323,13 @@ def test_fields_within_fields_that_are_not_utf8_are_left_out_and_the_text_stays_
 
 def test_a_name_that_two_columns_have_is_refused(tmp_path: Path) -> None:
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
-    path = write_table(table, tmp_path / "a.parquet")
+    paths = [write_table(table, tmp_path / "a.parquet"), tmp_path / "b.csv", tmp_path / "c.tsv"]
+    paths[1].write_text("text,n,text\na,1,b\n")
+    paths[2].write_text("text\ttext\na\tb\n")
 
-    with pytest.raises(UserError, match=r"no column `text` of text \(it is the name of 2 columns\)"):
-        texts_of(path)
+    for path in paths:
+        with pytest.raises(UserError, match=r"no column `text` of text \(it is the name of 2 columns\)"):
+            texts_of(path)
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,17 @@ def test_a_result_of_a_release_without_a_key_that_is_not_set_is_complete(write: 
         finished_report(preparation)
 
 
+def test_a_complete_result_of_other_files_is_refused(write: Write, tmp_path: Path) -> None:
+    path = write()
+    assert CliRunner().invoke(app, ["corpus", "prepare", str(path)]).exit_code == 0
+
+    (tmp_path / "in" / "b.jsonl").write_bytes(lines(["a text that was added"]))
+
+    message = refusal(path)
+    assert "is the result of other files of the source web (21 bytes in 1, now 55 in 2)" in message
+    assert "set another `output` and `work`" in message
+
+
 def test_a_damaged_input_ends_the_preparation_with_one_line(write: Write, tmp_path: Path):
     from electra_dist.corpus.prepare.preparation import check, run
 

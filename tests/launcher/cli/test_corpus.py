@@ -268,6 +268,25 @@ def test_vocab_says_how_many_documents_gave_no_text(tmp_path: Path) -> None:
     assert f"{tmp_path}/b.jsonl: no usable document among 1 (no_text 1); set --text-field" in output
 
 
+@pytest.mark.parametrize("output", ["in/vocab.txt", "in/a.txt"])
+def test_a_vocabulary_is_not_written_among_the_texts_nor_over_one(tmp_path: Path, output: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("some words")
+
+    for text in (tmp_path / "in", tmp_path / "in/a.txt", tmp_path / "in/{a,b}.txt")[: 1 if "vocab" in output else 3]:
+        with pytest.raises(UserError, match="is inside the input"):
+            run("vocab", "--input", text, "--output", tmp_path / output)
+
+    assert [path.read_text() for path in (tmp_path / "in").iterdir()] == ["some words"]
+
+
+def test_jobs_that_would_write_a_corpus_among_its_inputs_are_not_submitted(config: Path, tmp_path: Path) -> None:
+    command = ["submit", "--input", tmp_path, "--output", tmp_path / "corpus", "--config", config, "--parts", 2]
+    with pytest.raises(UserError, match="is inside the input"):
+        run(*command, "--time", "1:00:00")
+    assert not (tmp_path / "corpus").exists()
+
+
 def test_index_of_shards_of_another_writer_gives_the_totals_and_tokenizer_of_build(
     config: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -297,6 +316,7 @@ def test_index_of_shards_of_another_writer_gives_the_totals_and_tokenizer_of_bui
         ({"--input": ".", "--output": "corpus"}, "is inside the input"),
         ({"--input": "s3://bucket/a", "--output": "s3://bucket/a/b"}, "is inside the input"),
         ({"--input": "shard-{000..002}.tar"}, r"shard-000\.tar: no such file or folder \(one of the pattern"),
+        ({"--input": "in", "--vocab": "in/vocab.txt"}, r"--vocab in/vocab\.txt is one of the inputs"),
         ({"--set": "corpus.packng=none"}, r"did you mean `corpus\.packing`"),
     ],
 )
@@ -304,6 +324,8 @@ def test_bad_input_gives_one_line_and_writes_nothing(
     config: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/vocab.txt").write_text("a")
     options = {"--input": "input.txt", "--output": "corpus", "--config": "config.yaml", "--workers": "1", **changes}
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=message) as error:

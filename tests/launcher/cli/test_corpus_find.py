@@ -248,6 +248,7 @@ def test_a_source_that_does_not_exist_is_answered_with_those_that_do(corpus: Pat
         (["--source", "a", "--document", "b"], "both are given; give one of them"),
         ([], "nothing to find; give CORPUS"),
         (["only a text"], "CORPUS is missing; give CORPUS"),
+        (["s3://bucket/corpus"], "TEXT is missing after s3://bucket/corpus; give CORPUS"),
         (["corpus", "run", "some", "text"], "some: one argument too many"),
     ],
 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answ
     from electra_dist.corpus.builder.build_corpus import Part
     from electra_dist.corpus.builder.build_request import BuildRequest
     from electra_dist.corpus.builder.join_parts import JoinedCorpus
+    from electra_dist.corpus.inputs.find_inputs import InputFile
 
 _KEPT = "inputs that were read and shards that were written are kept"  # of a build that is interrupted
 _DEFAULT_STATS = Path("corpus_stats.html")
@@ -79,11 +80,13 @@ def build(
     A build that was interrupted is resumed; a finished corpus is left unchanged.
     """
     from electra_dist.config.load import load_config
-    from electra_dist.corpus.inputs.find_inputs import num_with_content, search_inputs
+    from electra_dist.corpus.inputs.find_inputs import num_with_content, refuse_output_among_inputs, search_inputs
 
     settings = load_config(config, overrides or ())
-    _refuse_output_among_inputs(inputs, output)
+    refuse_output_among_inputs(output, inputs)
     files, skipped = search_inputs(inputs, settings.data.endpoint_url)
+    if vocab is not None and any(_is_same_file(file, vocab) for file in files):
+        raise UserError(f"--vocab {vocab} is one of the inputs and would be read as text; move it out of --input")
 
     # Only now, because these modules take seconds, and a wrong path should be named at once.
     from electra_dist.corpus.build_console import BuildConsole, plural
@@ -133,6 +136,10 @@ def build(
     if vocab is None:
         console.print(f"vocabulary {output.rstrip('/')}/{VOCAB_FILE}", soft_wrap=True)
     console.print(f"next: {_train_command(config, settings, output, result)}", soft_wrap=True)
+
+
+def _is_same_file(file: InputFile, path: Path) -> bool:
+    return file.location.endswith(path.name) and Path(file.location).resolve() == path.resolve()
 
 
 def _build_part(request: BuildRequest, part: Part, console: Console) -> None:
@@ -292,17 +299,6 @@ def index(
         f"{manifest.num_tokens:,} tokens"
     )
     console.print(f"fingerprint {manifest.fingerprint}")
-
-
-def _refuse_output_among_inputs(inputs: list[str], output: str) -> None:
-    """Raise a UserError if the output is inside an input: a second build would read the first one's files as text."""
-    for path in inputs:
-        if "://" in output:
-            is_inside = f"{output.rstrip('/')}/".startswith(f"{path.rstrip('/')}/")
-        else:
-            is_inside = "://" not in path and Path(output).resolve().is_relative_to(Path(path).resolve())
-        if is_inside:
-            raise UserError(f"--output {output} is inside the input {path}; choose a folder outside of {path}")
 
 
 def stats(

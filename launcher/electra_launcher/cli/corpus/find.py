@@ -200,6 +200,8 @@ def _parse_request(
             raise UserError(f"nothing to find; {_USAGE}")
         if _is_corpus_or_run(remaining[-1]):
             raise UserError(f"TEXT is missing: {remaining[-1]} is the folder of a corpus or a run; {_USAGE}")
+        if len(remaining) == 1 and corpus is None and "://" in remaining[0]:
+            raise UserError(f"TEXT is missing after {remaining[0]}; {_USAGE}")
         query = query._replace(text=remaining.pop())
     if remaining and corpus is None:
         corpus = remaining.pop(0)

@@ -54,6 +54,7 @@ def submit(
     A part that is killed or requeued goes on after its finished steps. Submitting again resumes the whole build.
     """
     from electra_dist.config.load import load_config
+    from electra_dist.corpus.inputs.find_inputs import refuse_output_among_inputs
     from electra_dist.store.open_store import REMOTE_SCHEMES, open_store, without_tilde
     from electra_dist.tokenizer import VOCAB_FILE
 
@@ -62,6 +63,7 @@ def submit(
     if is_remote and jobs_folder is None:
         raise UserError("--jobs: give a shared folder for scripts and logs, because the output is on S3")
     where = output if is_remote else str(without_tilde(output).absolute())
+    refuse_output_among_inputs(where, inputs)
     texts: list[str] = []
     for path in inputs:
         texts += ["--input", _absolute(path)]

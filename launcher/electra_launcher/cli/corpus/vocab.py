@@ -53,9 +53,10 @@ def train_vocab(
     endpoint_url: EndpointUrl = None,
 ) -> None:
     """Train a WordPiece or byte-level BPE vocabulary on text files; the same input always gives the same one."""
-    from electra_dist.corpus.inputs.find_inputs import find_inputs
+    from electra_dist.corpus.inputs.find_inputs import find_inputs, refuse_output_among_inputs
     from electra_dist.store.atomic_files import replacing
 
+    refuse_output_among_inputs(str(output), inputs)
     if keep_accents and (cased or tokenizer == "bpe"):
         other = "--cased" if cased else "--tokenizer bpe"
         raise UserError(f"--keep-accents: {other} keeps accents and case; leave one of the two options out")
