@@ -98,6 +98,7 @@ def test_a_crawl_file_that_is_cut_off_anywhere_gives_an_error_or_all_whole_recor
     draw = random.Random(1)
     for cut in [len(whole) - 1, *(draw.randrange(1, len(whole)) for _ in range(60))]:
         path.write_bytes(whole[:cut])
+        (file,) = search_inputs([path], with_pages=True).files
         read, message = read_until_error(file)
         assert read == texts[: len(read)], cut
         assert message is None or message.startswith(f"{path}: cannot be read to its end")
