@@ -52,10 +52,9 @@ class KernelCase(NamedTuple):
 
     name: str  # first column of the printed table
     kernel: Any  # function decorated by `triton.jit`
-    # Triton type of each argument, for example "*bf16"; names that the kernel does not have are ignored
-    types: dict[str, str]
+    types: dict[str, str]  # Triton type of each argument that is no constant, for example "*bf16"
     constants: dict[str, Any]  # value of each compile-time argument
-    divisible: tuple[str, ...]  # integer arguments that the compiler may assume to be multiples of 16
+    divisible: list[str]  # integer arguments that the compiler may assume to be multiples of 16
     num_warps: int  # of a program (thread block)
     dtype: str = "bf16"  # of the model's tensors, one of `DTYPES`; "int64" for a kernel that has none of them
 
@@ -89,17 +88,34 @@ class Refused(NamedTuple):
     error: str  # type of the exception and the last line of its message
 
 
-# Types of arguments that several kernels have; a kernel's own types take precedence.
-_SHARED_TYPES = {
-    "bias_ptr": "*bf16",
-    "loss_ptr": "*fp32",
-    "mask_ptr": "*fp32",
-    "label_ptr": "*fp32",
-    "logits_ptr": "*fp32",
-    "positions_ptr": "*i64",
+# Type -> arguments that have it in every kernel of a bf16 model, except where a case says otherwise.
+_TYPES = {
+    "*bf16": (
+        *("x_ptr", "residual_ptr", "grad_ptr", "out_ptr", "grad_x_ptr", "grad_residual_ptr", "weight_ptr", "bias_ptr"),
+        *("dense_ptr", "out_weight_ptr", "out_bias_ptr", "grad_dense_ptr", "logits_ptr", "total_ptr"),
+        *("query_ptr", "value_ptr", "joined_ptr", "qkv_ptr", "expanded_ptr"),
+    ),
+    "*fp32": (
+        *("loss_ptr", "mask_ptr", "label_ptr", "upstream_ptr", "statistics_ptr", "partials_ptr", "cos_ptr", "sin_ptr"),
+    ),
+    "*i64": (
+        *("ids_ptr", "target_ptr", "row_ptr", "key_ptr", "best_ptr", "sampled_ptr", "corrupted_ptr", "wanted_ptr"),
+        *("position_ptr", "positions_ptr", "input_ptr"),
+    ),
+    "i32": (
+        *("num_tokens", "seq_len", "num_slots", "hidden", "width", "num_columns", "first_column", "num_strips"),
+        *("stride", "num_elements", "num_rotated", "layer_quads", "site_quads", "limit"),
+        *("pad", "cls", "sep", "mask", "last_shown"),
+    ),
+    "fp32": ("inverse_temperature", "eps", "scale", "direction"),
 }
+_TYPE_OF = {argument: triton_type for triton_type, arguments in _TYPES.items() for argument in arguments}
 # Arguments that are multiples of 16 in ELECTRA-Large.
-_SIZES = ("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_column", "layer_quads")
+_DIVISIBLE = {
+    *("seq_len", "hidden", "width", "num_tokens", "num_columns", "first_column", "layer_quads", "stride"),
+    "num_elements",
+}
+_WARPS = {256: 1, 1024: 4}  # hidden size -> warps of a kernel whose program holds whole rows
 _ALSO_FP32 = ("head_train", "tail_forward", "sum_strips")
 
 
@@ -109,8 +125,7 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     Three kernels are always compiled in fp32, too: the training variant of the generator's head and the forward kernel
     of the discriminator tail, whose code differs, and `sum_strips`, whose result may be fp32 in a bf16 model.
     """
-    of_bf16_model = [*_head_cases(), *_tail_cases(), *_slot_cases(), *_norm_cases()]
-    of_bf16_model += [_gelu_case(), _embedding_case(), _mask_case(), *_qkv_cases(), _strips_case(), *_modern_cases()]
+    of_bf16_model = [*_head_and_slot_cases(), *_norm_cases(), *_other_cases(), *_modern_cases()]
     if not all_dtypes:
         also_in_fp32 = [case for case in of_bf16_model if case.name in _ALSO_FP32]
         return of_bf16_model + [in_dtype(case, "fp32") for case in also_in_fp32]
@@ -118,63 +133,6 @@ def cases(all_dtypes: bool = False) -> list[KernelCase]:
     in_fp16 = [in_dtype(case, "fp16") for case in depend_on_dtype]
     in_fp32 = [in_dtype(case, "fp32") for case in depend_on_dtype]
     return of_bf16_model + in_fp16 + in_fp32
-
-
-def _head_cases() -> tuple[KernelCase, KernelCase]:
-    """Return the kernel that turns logits into loss and sample, with and without the gradient (for an evaluation)."""
-    types = _SHARED_TYPES | {
-        "logits_ptr": "*bf16",
-        "target_ptr": "*i64",
-        "weight_ptr": "*fp32",
-        "row_ptr": "*i64",
-        "best_ptr": "*i64",
-        "sampled_ptr": "*i64",
-        "key_ptr": "*i64",
-        "stride": "i32",
-        "inverse_temperature": "fp32",
-    }
-    constants = {
-        "DISALLOW_CORRECT": False,
-        "PAIR": False,
-        "WIDTH": 30592,
-        "BLOCK": mlm_head.BLOCK,
-        "APPROXIMATE": True,
-    }
-
-    def head_case(name: str, with_gradient: bool) -> KernelCase:
-        return KernelCase(
-            name=name,
-            kernel=mlm_head.row_kernel,
-            types=types,
-            constants=constants | {"WITH_GRADIENT": with_gradient},
-            divisible=("stride",),
-            num_warps=mlm_head.NUM_WARPS,
-        )
-
-    return head_case("head_train", with_gradient=True), head_case("head_evaluate", with_gradient=False)
-
-
-def _tail_cases() -> tuple[KernelCase, KernelCase]:
-    types = _SHARED_TYPES | {
-        "dense_ptr": "*bf16",
-        "out_weight_ptr": "*bf16",
-        "out_bias_ptr": "*bf16",
-        "upstream_ptr": "*fp32",
-        "grad_dense_ptr": "*bf16",
-        "partials_ptr": "*fp32",
-        **dict.fromkeys(("num_tokens", "hidden", "num_columns"), "i32"),
-    }
-    tile = {"BLOCK_T": 2, "BLOCK_H": 1024}
-    forward = KernelCase(
-        name="tail_forward",
-        kernel=discriminator_tail.tail_forward_kernel,
-        types=types,
-        constants=tile | {"PAIR": False},
-        divisible=_SIZES,
-        num_warps=discriminator_tail.NUM_WARPS,
-    )
-    backward = forward._replace(name="tail_backward", kernel=discriminator_tail.tail_backward_kernel, constants=tile)
-    return forward, backward
 
 
 def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
@@ -190,179 +148,118 @@ def in_dtype(case: KernelCase, dtype: str) -> KernelCase:
     return case._replace(types=types, constants=constants, dtype=dtype)
 
 
-def _slot_cases() -> list[KernelCase]:
-    replace_types = _SHARED_TYPES | {
-        "ids_ptr": "*i64",
-        "weight_ptr": "*fp32",
-        "sampled_ptr": "*i64",
-        "corrupted_ptr": "*i64",
-        "label_ptr": "*i1",
-        "seq_len": "i32",
-        "num_slots": "i32",
-    }
-    gather_types = _SHARED_TYPES | {
-        "grad_ptr": "*bf16",
-        "out_ptr": "*bf16",
-        **dict.fromkeys(("seq_len", "num_slots", "hidden"), "i32"),
-    }
-    replace = KernelCase(
-        name="replace",
-        kernel=slots.replace_kernel,
-        types=replace_types,
-        constants={"BLOCK_S": slots.REPLACE_BLOCK_S, "BLOCK_N": slots.REPLACE_BLOCK_N},
-        divisible=_SIZES,
-        num_warps=slots.NUM_WARPS,
-        dtype="int64",
-    )
-    gather_backward = KernelCase(
-        name="gather_backward",
-        kernel=slots.scatter_add_kernel,
-        types=gather_types,
-        constants={"BLOCK_N": 256, "BLOCK_H": 256},
-        divisible=_SIZES,
-        num_warps=1,
-    )
-    return [replace, gather_backward]
+def _case(
+    name: str,
+    kernel: Any,
+    constants: dict[str, Any],
+    num_warps: int,
+    other_types: dict[str, str] | None = None,
+    dtype: str = "bf16",
+) -> KernelCase:
+    """Return the case of a kernel whose arguments have the types of `_TYPES` or, first of all, of `other_types`."""
+    type_of = _TYPE_OF | (other_types or {})
+    types = {argument: type_of[argument] for argument in kernel.arg_names if argument not in constants}
+    return KernelCase(name, kernel, types, constants, [name for name in types if name in _DIVISIBLE], num_warps, dtype)
+
+
+def _head_and_slot_cases() -> list[KernelCase]:
+    """Return the kernels of the generator's head (in an evaluation: without gradient), its slots, and the tail."""
+    head = {"PAIR": False, "WIDTH": 30592, "BLOCK": mlm_head.BLOCK, "DISALLOW_CORRECT": False, "APPROXIMATE": True}
+    tile = {"BLOCK_T": 2, "BLOCK_H": 1024}
+    replace = {"BLOCK_S": slots.REPLACE_BLOCK_S, "BLOCK_N": slots.REPLACE_BLOCK_N}
+    fp32_weight = {"weight_ptr": "*fp32"}
+    return [
+        *(
+            _case(name, mlm_head.row_kernel, head | {"WITH_GRADIENT": has_gradient}, mlm_head.NUM_WARPS, fp32_weight)
+            for name, has_gradient in (("head_train", True), ("head_evaluate", False))
+        ),
+        _case(
+            "tail_forward",
+            discriminator_tail.tail_forward_kernel,
+            tile | {"PAIR": False},
+            discriminator_tail.NUM_WARPS,
+            {"logits_ptr": "*fp32"},
+        ),
+        _case(
+            "tail_backward",
+            discriminator_tail.tail_backward_kernel,
+            tile,
+            discriminator_tail.NUM_WARPS,
+            {"logits_ptr": "*fp32"},
+        ),
+        _case(
+            "replace",
+            slots.replace_kernel,
+            replace,
+            slots.NUM_WARPS,
+            fp32_weight | {"label_ptr": "*i1"},
+            dtype="int64",
+        ),
+        _case("gather_backward", slots.scatter_add_kernel, {"BLOCK_N": 256, "BLOCK_H": 256}, num_warps=1),
+    ]
 
 
 def _norm_cases() -> list[KernelCase]:
     """Return the kernels of `dropout_add_norm` for hidden sizes 256 and 1024; those named `_p0` have no dropout."""
-    types = _SHARED_TYPES | {
-        **dict.fromkeys(("x_ptr", "residual_ptr", "grad_ptr", "weight_ptr"), "*bf16"),
-        **dict.fromkeys(("out_ptr", "grad_x_ptr", "grad_residual_ptr"), "*bf16"),
-        **dict.fromkeys(("statistics_ptr", "partials_ptr"), "*fp32"),
-        **dict.fromkeys(("key_ptr", "row_ptr"), "*i64"),
-        **dict.fromkeys(("num_tokens", "seq_len", "hidden", "num_columns", "first_column"), "i32"),
-        **dict.fromkeys(("layer_quads", "site_quads", "limit"), "i32"),
-        **dict.fromkeys(("eps", "scale"), "fp32"),
-    }
     kernels: dict[str, tuple[Any, dict[str, Any]]] = {
         "norm_fwd": (layer_passes.norm_forward_kernel, {}),
         "norm_bwd": (layer_passes.norm_backward_kernel, {"SUM_X": True}),
     }
-    warps_of_hidden = {256: 1, 1024: 4}
-    drop_of_suffix = {"": True, "_p0": False}
-    norm_cases = []
-    for name, (kernel, constants) in kernels.items():
-        for hidden, num_warps in warps_of_hidden.items():
-            for suffix, drop in drop_of_suffix.items():
-                case = KernelCase(
-                    name=f"{name}_{hidden}{suffix}",
-                    kernel=kernel,
-                    types=types,
-                    constants=constants | {"DROP": drop, "BLOCK_H": hidden},
-                    divisible=_SIZES,
-                    num_warps=num_warps,
-                )
-                norm_cases.append(case)
-    return norm_cases
-
-
-def _embedding_case() -> KernelCase:
-    types = {"x_ptr": "*bf16", "key_ptr": "*i64", "row_ptr": "*i64", "out_ptr": "*bf16", "scale": "fp32"}
-    return KernelCase(
-        name="keyed_dropout",
-        kernel=keyed_dropout.keyed_dropout_kernel,
-        types=types | {"num_elements": "i32", "limit": "i32"},
-        constants={"BLOCK": keyed_dropout.BLOCK},
-        divisible=("num_elements",),
-        num_warps=keyed_dropout.NUM_WARPS,
-    )
-
-
-def _gelu_case() -> KernelCase:
-    types = _SHARED_TYPES | {
-        **dict.fromkeys(("grad_ptr", "x_ptr"), "*bf16"),
-        "partials_ptr": "*fp32",
-        **dict.fromkeys(("num_tokens", "width", "num_columns", "first_column"), "i32"),
-    }
-    return KernelCase(
-        name="gelu_gradient",
-        kernel=layer_passes.gelu_gradient_kernel,
-        types=types,
-        constants={"BLOCK": layer_passes.GELU_BLOCK},
-        divisible=_SIZES,
-        num_warps=layer_passes.NUM_WARPS,
-    )
-
-
-def _qkv_cases() -> list[KernelCase]:
-    """Return the kernel that joins the gradients of query, key and value, for hidden sizes 256 and 1024."""
-    types = {
-        **dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "joined_ptr"), "*bf16"),
-        "partials_ptr": "*fp32",
-        **dict.fromkeys(("num_tokens", "hidden"), "i32"),
-    }
     return [
-        KernelCase(
-            name=f"join_{hidden}",
-            kernel=qkv_gradient.join_gradients_kernel,
-            types=types,
-            constants={"BLOCK": hidden},
-            divisible=_SIZES,
-            num_warps=num_warps,
-        )
-        for hidden, num_warps in ((256, 1), (qkv_gradient.BLOCK, layer_passes.NUM_WARPS))
+        _case(f"{name}_{hidden}{suffix}", kernel, constants | {"DROP": drop, "BLOCK_H": hidden}, num_warps)
+        for name, (kernel, constants) in kernels.items()
+        for hidden, num_warps in _WARPS.items()
+        for suffix, drop in (("", True), ("_p0", False))
     ]
 
 
-def _strips_case() -> KernelCase:
-    return KernelCase(
-        name="sum_strips",
-        kernel=strip_sums.sum_strips_kernel,
-        types={"partials_ptr": "*fp32", "total_ptr": "*bf16", "num_strips": "i32", "num_columns": "i32"},
-        constants=dict(strip_sums.BLOCK),
-        divisible=_SIZES,
-        num_warps=strip_sums.NUM_WARPS,
-    )
-
-
-def _mask_case() -> KernelCase:
-    types = _SHARED_TYPES | {
-        **dict.fromkeys(("ids_ptr", "row_ptr", "key_ptr", "wanted_ptr", "position_ptr", "input_ptr"), "*i64"),
-        "weight_ptr": "*fp32",
-        **dict.fromkeys(("seq_len", "num_slots", "pad", "cls", "sep", "mask", "last_shown"), "i32"),
-    }
-    return KernelCase(
-        name="mask",
-        kernel=slots.mask_kernel,
-        types=types,
-        constants={"SHOWS": True, "BLOCK_S": slots.MASK_BLOCK_S, "BLOCK_T": slots.MASK_BLOCK_T},
-        divisible=_SIZES,
-        num_warps=slots.NUM_WARPS,
-    )
+def _other_cases() -> list[KernelCase]:
+    """Return the other kernels of ELECTRA; `join` joins the gradients of query, key and value."""
+    mask = {"SHOWS": True, "BLOCK_S": slots.MASK_BLOCK_S, "BLOCK_T": slots.MASK_BLOCK_T}
+    return [
+        _case(
+            "gelu_gradient",
+            layer_passes.gelu_gradient_kernel,
+            {"BLOCK": layer_passes.GELU_BLOCK},
+            layer_passes.NUM_WARPS,
+        ),
+        _case(
+            "keyed_dropout",
+            keyed_dropout.keyed_dropout_kernel,
+            {"BLOCK": keyed_dropout.BLOCK},
+            keyed_dropout.NUM_WARPS,
+        ),
+        _case("mask", slots.mask_kernel, mask, slots.NUM_WARPS, {"weight_ptr": "*fp32"}),
+        *(
+            _case(
+                f"join_{hidden}",
+                qkv_gradient.join_gradients_kernel,
+                {"BLOCK": hidden},
+                num_warps,
+                {"key_ptr": "*bf16"},
+            )
+            for hidden, num_warps in _WARPS.items()
+        ),
+        _case("sum_strips", strip_sums.sum_strips_kernel, dict(strip_sums.BLOCK), strip_sums.NUM_WARPS),
+    ]
 
 
 def _modern_cases() -> list[KernelCase]:
     """Return the kernels of the architecture `modern`, rotary positions for the widths of both towers."""
-    rotary_types = {
-        "qkv_ptr": "*bf16",
-        **dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32"),
-        **dict.fromkeys(("width", "num_rotated"), "i32"),
-        "direction": "fp32",
-    }
-    geglu_types = {**dict.fromkeys(("expanded_ptr", "grad_ptr", "out_ptr"), "*bf16"), "width": "i32"}
-    geglu_forward = KernelCase(
-        name="geglu_forward",
-        kernel=modern_layer.geglu_forward_kernel,
-        types=geglu_types,
-        constants={"BLOCK": modern_layer.GEGLU_BLOCK},
-        divisible=_SIZES,
-        num_warps=modern_layer.NUM_WARPS,
-    )
-    modern_cases = [
-        KernelCase(
-            name=f"rotary_{hidden}",
-            kernel=modern_layer.rotary_kernel,
-            types=rotary_types,
-            constants={"NUM_PAIRS": 32, "BLOCK_N": hidden // 32, "BLOCK_F": 32},
-            divisible=_SIZES,
-            num_warps=num_warps,
-        )
-        for hidden, num_warps in ((256, 1), (1024, 4))
+    geglu = {"BLOCK": modern_layer.GEGLU_BLOCK}
+    return [
+        *(
+            _case(
+                f"rotary_{hidden}",
+                modern_layer.rotary_kernel,
+                {"NUM_PAIRS": 32, "BLOCK_N": hidden // 32, "BLOCK_F": 32},
+                num_warps,
+            )
+            for hidden, num_warps in _WARPS.items()
+        ),
+        _case("geglu_forward", modern_layer.geglu_forward_kernel, geglu, modern_layer.NUM_WARPS),
+        _case("geglu_backward", modern_layer.geglu_backward_kernel, geglu, modern_layer.NUM_WARPS),
     ]
-    geglu_backward = geglu_forward._replace(name="geglu_backward", kernel=modern_layer.geglu_backward_kernel)
-    return [*modern_cases, geglu_forward, geglu_backward]
 
 
 def compile_case(case: KernelCase, arch: int) -> Compiled:
@@ -400,14 +297,10 @@ def try_to_compile(case: KernelCase, arch: int) -> Compiled | Refused:
         return Refused(case.name, case.dtype, arch, f"{type(error).__name__}: {message[-1]}")
 
 
-def _runtime_arguments(case: KernelCase) -> list[str]:
-    return [name for name in case.kernel.arg_names if name not in case.constants]
-
-
 def _kernel_source(case: KernelCase) -> ASTSource:
     """Build the compiler's input, with the types and alignments that a real launch takes from its arguments."""
     names = case.kernel.arg_names
-    signature = dict.fromkeys(names, "constexpr") | {name: case.types[name] for name in _runtime_arguments(case)}
+    signature = dict.fromkeys(names, "constexpr") | case.types
     divisible_by_16 = [name for name in names if signature[name].startswith("*") or name in case.divisible]
     # Triton's key for an argument is a tuple that holds the argument's index.
     path_of_name = {name: (index,) for index, name in enumerate(names)}
