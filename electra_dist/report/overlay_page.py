@@ -15,13 +15,12 @@ from electra_dist.config.keys import flattened
 from electra_dist.errors import UserError
 from electra_dist.escapes import printable
 from electra_dist.report.curve_points import RunCurves
-from electra_dist.report.pages import NONE, decimals, draw_diagrams, percent, render, write_page
+from electra_dist.report.pages import NONE, draw_diagrams, render, write_page
 from electra_dist.report.plot_style import MAX_RUNS
 from electra_dist.report.report_page import learning_verdict
 from electra_dist.report.run_record import RunRecord, read_run
-from electra_dist.report.run_tiles import mean
-from electra_dist.run.metrics import numbers_of
-from electra_dist.run.number_formats import format_count, format_duration
+from electra_dist.report.run_tiles import run_figures
+from electra_dist.run.number_formats import format_count
 
 OVERLAY_FILE = "runs_report.html"  # default name, in the current folder
 
@@ -77,47 +76,21 @@ def overlay_page(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
 def _figures(runs: Sequence[RunRecord]) -> list[list[str]]:
     """Return a table row for each figure that any run has, such as a loss: its name, then its value in each run."""
     columns = [_figures_of(run) for run in runs]
-    rows = []
-    for figure in columns[0]:
-        values = [column[figure] for column in columns]
-        if any(value != NONE for value in values):
-            rows.append([figure, *values])
-    return rows
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, NONE) for column in columns)] for name in names]
 
 
 def _figures_of(run: RunRecord) -> dict[str, str]:
-    """Return name -> value of a run's figures, as text; the value is a dash if the run did not record it.
-
-    Losses and accuracies in training are means over the newest 20 records; throughput is a median over all records.
-    """
-    metrics = run.metrics
-    held_out = numbers_of(metrics.evals[-1]) if metrics.evals else {}
-    recent = metrics.recent
-    tokens_per_s = metrics.median("tokens_per_s")
-    corpus = run.environment.get("corpus")
+    """Return a run's figures by name: its state, those of its own report, and what text and code it is made of."""
+    figures = {"State": run.state()[1], **{name: value for name, value, _ in run_figures(run)}}
+    if run.parameters is not None:
+        figures["Generator, not shared"] = format_count(run.parameters.generator_only)
+    if run.corpus_fingerprint:
+        figures["Corpus fingerprint"] = run.corpus_fingerprint[:12]
     commit = run.environment.get("commit")
-    return {
-        "state": run.state()[1],
-        "context AUC, held out": decimals(held_out.get("context_auc")),
-        "ROC-AUC, held out": decimals(held_out.get("auc")),
-        "RTD loss, held out": decimals(held_out.get("rtd_loss")),
-        "token loss, held out": decimals(held_out.get("token_loss")),
-        "MLM loss, held out": decimals(held_out.get("mlm_loss")),
-        "RTD loss, training": decimals(mean(recent, "rtd_loss")) if recent else NONE,
-        "token loss, training": decimals(mean(recent, "token_loss")) if recent else NONE,
-        "MLM loss, training": decimals(mean(recent, "mlm_loss")) if recent else NONE,
-        "replaced tokens found": percent(mean(recent, "replaced_accuracy")) if recent else NONE,
-        "tokens seen": format_count(metrics.newest.tokens_seen) if metrics.newest else NONE,
-        "tokens per second": format_count(tokens_per_s) if tokens_per_s is not None else NONE,
-        "wall clock": format_duration(run.account.wall) if run.ledger else NONE,
-        "goodput": percent(run.account.fraction) if run.account.fraction is not None else NONE,
-        "energy of the GPUs, estimate": f"{run.energy.kwh:,.3f} kWh" if run.energy else NONE,
-        "discriminator": format_count(run.parameters.discriminator) if run.parameters else NONE,
-        "generator, not shared": format_count(run.parameters.generator_only) if run.parameters else NONE,
-        "corpus tokens": format_count(corpus["tokens"]) if corpus else NONE,
-        "corpus fingerprint": run.corpus_fingerprint[:12] or NONE,
-        "commit": commit["sha"][:12] if commit else NONE,
-    }
+    if commit:
+        figures["Commit"] = commit["sha"][:12]
+    return figures
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[list[str]]:

@@ -56,9 +56,9 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else NONE
 
 
-def decimals(value: float | None, number: int = 4) -> str:
-    """Return a value with a number of decimals; a dash if it is None or not finite."""
-    return f"{value:.{number}f}" if value is not None and math.isfinite(value) else NONE
+def decimals(value: float) -> str:
+    """Return a value with four decimals; a dash if it is not finite."""
+    return f"{value:.4f}" if math.isfinite(value) else NONE
 
 
 def minute(time: str) -> str:

@@ -52,8 +52,8 @@ def _heldout_figures(run: RunRecord) -> list[Tile]:
         ("Context AUC, held out", decimals(last.context_auc), context_remark),
         ("ROC-AUC, held out", decimals(last.auc), f"0.5 = chance, 1 = perfect; at step {last.step:,}"),
         ("RTD loss, held out", decimals(losses["rtd_loss"]), rtd_remark),
-        ("Token loss, held out", decimals(losses["token_loss"], 3), _since(evals[0], "token_loss")),
-        ("MLM loss, held out", decimals(losses["mlm_loss"], 3), mlm_remark),
+        ("Token loss, held out", decimals(losses["token_loss"]), _since(evals[0], "token_loss")),
+        ("MLM loss, held out", decimals(losses["mlm_loss"]), mlm_remark),
     ]
 
 
@@ -75,7 +75,7 @@ def _training_losses(metrics: MetricsHistory) -> list[Tile]:
     return [
         ("RTD loss, training", decimals(mean(recent, "rtd_loss")), rtd_remark),
         *(
-            (name, decimals(mean(recent, field), 3), f"{averaged}; {_since(metrics.first, field)}")
+            (name, decimals(mean(recent, field)), f"{averaged}; {_since(metrics.first, field)}")
             for name, field in (("Token loss, training", "token_loss"), ("MLM loss, training", "mlm_loss"))
         ),
     ]

@@ -72,7 +72,7 @@ def test_every_diagram_has_the_values_of_both_runs_in_colors_of_their_own(page: 
 def test_the_page_has_the_figures_of_the_runs_and_the_keys_that_differ(page: str):
     rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", page)]
     assert ["", "one", "two &lt;b&gt;"] in rows
-    assert ["context AUC, held out", "0.5010", "0.5020"] in rows
+    assert ["Context AUC, held out", "0.5010", "0.5020"] in rows
     differing = rows[rows.index(["key", "one", "two &lt;b&gt;"]) + 1 :]
     assert differing == [["optimizer.lr", "0.001", "0.002"]]
 
