@@ -23,7 +23,6 @@ and the printed plan shows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +51,6 @@ ASSUMPTIONS = (
     "latency, stragglers, checkpoints, evaluation and data stalls are not counted",
 )
 
-_PERSISTENT = 100_000  # elements; DeepSpeed's stage3_param_persistence_threshold
-
 
 def bytes_on_wire(
     parameters: int,
@@ -77,7 +74,7 @@ def bytes_on_wire(
         stage 1  the same, and an all-gather of the parameters
         stage 2  an all-reduce of the gradients in every micro-batch, and one all-gather of the parameters
         stage 3  a reduce-scatter of the gradients and an all-gather of the large tensors in every micro-batch, and one
-                 all-gather of the small ("persistent") tensors (`persistent_parameters`)
+                 all-gather of the tensors of less than 100,000 elements, in all `persistent`
 
     DeepSpeed gathers models of more than 1e9 parameters twice as often at stage 3, which is not counted.
     """
@@ -99,15 +96,6 @@ def bytes_on_wire(
 def _ring_pass_bytes(num_elements: int, element_size: int, ranks: int) -> float:
     """Return the bytes that a rank sends in a ring reduce-scatter or all-gather: all but one of `ranks` pieces."""
     return num_elements * element_size * (ranks - 1) / ranks
-
-
-def persistent_parameters(sizes: Sequence[int]) -> int:
-    """Return the sum of those `sizes` of tensors that are below 100,000 elements.
-
-    ZeRO-3 keeps such tensors whole on every rank. DeepSpeed gathers them only once per step, however many
-    micro-batches the step has.
-    """
-    return sum(size for size in sizes if size < _PERSISTENT)
 
 
 def update_seconds(num_parameters: int, stage: int, micro_batches: int, ranks: int, gpu: str) -> float:
