@@ -34,7 +34,7 @@ from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.errors import UserError
 from electra_dist.model.counts import parameter_counts
 from electra_dist.run.folder import TENSORBOARD_DIR, is_run_folder
-from electra_dist.store.atomic_files import readable
+from electra_dist.store.atomic_files import nearest_folder, readable
 from electra_dist.store.failure_kinds import is_worth_waiting_for
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import REMOTE_SCHEMES, open_store, without_tilde
@@ -213,7 +213,7 @@ def check_disks(config: Config, corpora: Mapping[str, CorpusManifest], node: str
     """
     needs_by_disk: dict[int, list[Need]] = {}
     for need in needs(config, corpora):
-        device_number = _existing(need.folder).stat().st_dev  # Folders on the same disk have the same number.
+        device_number = nearest_folder(need.folder).stat().st_dev  # Folders on the same disk have the same number.
         needs_by_disk.setdefault(device_number, []).append(_remaining(need))
     return [_check_disk(disk_needs, node) for disk_needs in needs_by_disk.values()]
 
@@ -329,7 +329,7 @@ def _remaining(need: Need) -> Need:
 
 
 def _check_disk(disk_needs: Sequence[Need], node: str) -> Finding:
-    disk = os.statvfs(_existing(disk_needs[0].folder))
+    disk = os.statvfs(nearest_folder(disk_needs[0].folder))
     # "avail" is what an ordinary user may use; a file system that does not count inodes reports 0 of them in total.
     free_bytes = disk.f_bavail * disk.f_frsize
     free_files = disk.f_favail if disk.f_files else None
@@ -343,14 +343,6 @@ def _used_bytes(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # Another process may delete files meanwhile.
                 total += os.lstat(os.path.join(parent, name)).st_size
     return total
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder or, if it is missing, its nearest existing parent, on whose disk it will be created."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def _size(num_bytes: int) -> str:
