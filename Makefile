@@ -107,7 +107,8 @@ gpu-rehearsal: $(VENV)/ready-test
 	$(BIN)/python tests/pretended_gpu/drill.py
 
 # The benchmarks run one after another; run nothing else on the machine meanwhile. Of the libraries that they measure,
-# `datasets` is in the extra `bench`, which this target does not install.
+# all except transformers and webdataset are in the extra `bench`, which this target does not install, because they pin
+# other packages.
 bench: $(VENV)/ready-test
 	$(BIN)/python benchmarks/run.py step head loader shard_cache corpus_builder checkpoint restart --save
 

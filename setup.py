@@ -25,7 +25,7 @@ EXTRAS = {
     # Inputs at https://, and stores at az:// and gs://.
     "clouds": ["fsspec>=2024.2", "aiohttp>=3.9", "obstore>=0.8"],
     # Rivals; a benchmark names those that are not installed and goes on without them.
-    "bench": ["transformers>=4.50,<6", "datasets>=4"],
+    "bench": ["transformers>=4.50,<6", "mosaicml-streaming>=0.13", "litdata>=0.2.50", "datasets>=4"],
     # Tracking services, for `log.wandb`, `log.mlflow` and `log.trackio`.
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow-skinny>=2.20", "sqlalchemy>=2", "alembic>=1.13"],

@@ -31,18 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from against_cases import CASES
-from measure import (
-    REPOSITORY,
-    Json,
-    format_summary,
-    make_record,
-    print_table,
-    ratio,
-    record_file,
-    run_process,
-    summary,
-)
-from run import add_common_options
+from measure import REPOSITORY, RESULTS, Json, format_summary, make_record, print_table, ratio, record_file, summary
 
 PROGRAM = Path(__file__).parent / "against_cases.py"
 ON_THE_PATH = ("", "kernels", "launcher", "benchmarks", "tests")  # folders of a tree that hold modules
@@ -71,8 +60,10 @@ def measure_once(case: str, tree: Path, own: Path, smoke: bool) -> dict[str, flo
         "DS_ACCELERATOR": "cpu",
     }
     command = [sys.executable, "-P", str(PROGRAM), case, str(own), *["--smoke"] * smoke]
-    output = run_process(command, cwd=tree, env=environment)
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{case} in {tree} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -106,7 +97,9 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--pairs", type=int, default=5, help="counted runs in each tree (%(default)s)")
-    add_common_options(parser)
+    parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes, one pair")
+    parser.add_argument("--save", action="store_true", help="write the record as a dated JSON file")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (benchmarks/results)")
     arguments = parser.parse_args(words)
     if unknown := sorted(set(arguments.cases) - set(CASES)):
         parser.error(f"there is no case {', '.join(unknown)}; the cases are {', '.join(CASES)}")

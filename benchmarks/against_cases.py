@@ -16,13 +16,15 @@ import importlib.util
 import json
 import resource
 import shutil
+import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from measure import REPOSITORY, TOY, run_process
+from measure import REPOSITORY, TOY
 
 Seconds = dict[str, float]
 ELECTRA_DIST = "import sys; sys.argv[0] = 'electra-dist'; from electra_launcher.cli.main import main; main()"
@@ -52,8 +54,10 @@ def _cpu_seconds() -> float:
 
 
 def run(*code: object) -> None:
-    """Run Python code with its arguments to the end."""
-    run_process([sys.executable, "-c", *map(str, code)])
+    """Run Python code with its arguments to the end; end this process with its output if it fails."""
+    done = subprocess.run([sys.executable, "-c", *map(str, code)], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{code[1:3]} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def loader(own: Path, smoke: bool) -> Seconds:
@@ -64,7 +68,7 @@ def loader(own: Path, smoke: bool) -> Seconds:
     found: Seconds = {}
     with cpu_time(found, "loader"):
         for _ in range(3):
-            for _ in bench.READERS["ours"](store, own / "cache"):
+            for _ in bench.READERS["ours"].read(store, own / "cache"):
                 pass
     return found
 
@@ -108,9 +112,10 @@ def corpus_build(own: Path, smoke: bool) -> Seconds:
     import corpus_builder as bench
     from corpus_builder_ways import Text, build
 
+    config = bench.corpus_config(smoke)
     if not (own / "prepared").exists():
-        bench.make_text(smoke, own)
-    text = Text(own / "prepared")
+        bench.make_text(Namespace(smoke=smoke, text=None, vocab=None), config, own)
+    text = Text(own / "prepared", config)
     found: Seconds = {}
     with cpu_time(found, "corpus build"):
         build(text, 1)

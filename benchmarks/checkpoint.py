@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import functools
 import os
 import shutil
 import statistics
@@ -50,7 +49,10 @@ MOST = 1.5  # Largest allowed ratio of our stall to memcpy's time.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", default="configs/base_size.yaml", help="config of the model (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads (1); memcpy always uses one")
+    parser.add_argument(
+        "--config", default="configs/base_size.yaml", help="config of the model (default: %(default)s)"
+    )
 
 
 class CheckpointBench:
@@ -142,25 +144,34 @@ def time_ways(bench: CheckpointBench, rounds: int) -> Json:
         "torch.save": bench.torch_save,
     }
 
-    def synced(way: Callable[[], float]) -> float:
-        stall_s = way()
-        os.sync()  # Pages that the kernel has not yet written would slow the next way.
-        return stall_s
+    def synced(way: Callable[[], float]) -> Callable[[], float]:
+        def save() -> float:
+            stall_s = way()
+            os.sync()  # Pages that the kernel has not yet written would slow the next way.
+            return stall_s
 
-    seconds = alternate({name: functools.partial(synced, way) for name, way in ways.items()}, rounds, warm_up=0)
+        return save
+
+    seconds = alternate({name: synced(way) for name, way in ways.items()}, rounds, warm_up=0)
     committed_steps = [checkpoint.step for checkpoint in checkpoints([bench.store])]
     assert committed_steps == [rounds], f"the store has steps {committed_steps}, expected only step {rounds}"
-    return {name: {"seconds": times, "median_s": statistics.median(times)} for name, times in seconds.items()}
+    return {
+        name: {
+            "seconds": [round(elapsed, 4) for elapsed in seconds[name]],
+            "median_s": statistics.median(seconds[name]),
+        }
+        for name in ways
+    }
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    torch.set_num_threads(1)  # as memcpy uses
+    torch.set_num_threads(arguments.threads)
     with opened(arguments.config, arguments.smoke) as bench:
         ways = time_ways(bench, arguments.rounds)
     num_parameters = bench.num_bytes // 12
     write_s = statistics.median(bench.write_s)
     facts = f"{num_parameters / 1e6:.1f} M parameters, {bench.num_bytes / 1e9:.2f} GB of fp32 state"
-    print(f"{facts}, ZeRO-1 bf16, 1 rank, 1 thread, {arguments.rounds} rounds\n")
+    print(f"{facts}, ZeRO-1 bf16, 1 rank, {arguments.threads} thread(s), {arguments.rounds} rounds\n")
     of_memcpy = {name: way["median_s"] / ways["memcpy"]["median_s"] for name, way in ways.items()}
     of_ours = {name: way["median_s"] / ways["ours"]["median_s"] for name, way in ways.items()}
     rows = []
@@ -178,6 +189,6 @@ def measure(arguments: argparse.Namespace) -> Found:
         f"{ways['ours']['median_s']:.2f} s, {of_memcpy['ours']:.2f} x memcpy of the same bytes",
         f"{of_ours['DeepSpeed']:.1f} x DeepSpeed's save, {of_ours['torch.save']:.1f} x torch.save",
     )
-    sizes = {"parameters": num_parameters, "state_bytes": bench.num_bytes}
+    sizes = {"threads": arguments.threads, "parameters": num_parameters, "state_bytes": bench.num_bytes}
     found = sizes | {"ways": ways, "ratio_to_memcpy": of_memcpy, "write_behind_s": write_s}
     return Found([line], found, fault)

@@ -33,7 +33,7 @@ from electra_dist.config import Config
 from electra_dist.corpus.build_console import BuildConsole
 from electra_dist.corpus.builder.build_corpus import build_corpus
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.inputs.find_inputs import find_inputs
+from electra_dist.corpus.inputs.find_inputs import InputFile, find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
 from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
@@ -49,12 +49,11 @@ _OPTIONS = {"batched": True, "load_from_cache_file": False}
 class Text:
     """Documents of the benchmark in a folder, with their vocabulary and the settings of the corpus."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Config) -> None:
         """Open a folder that `Text.write` has written."""
         self.folder = folder
-        self.config = Config.model_validate_json((folder / "config.json").read_text())
+        self.config = config
         self.vocabulary = Vocabulary.read(folder / VOCAB_FILE)
-        self.files = find_inputs([folder / "inputs"])
 
     @classmethod
     def write(cls, folder: Path, config: Config, documents: Sequence[str], vocabulary: Vocabulary) -> Text:
@@ -67,9 +66,13 @@ class Text:
             texts = ["\n".join(document.splitlines()) for document in documents[number::NUM_FILES]]
             pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "inputs" / f"{number}.parquet")
         (folder / VOCAB_FILE).write_text(vocabulary.text, encoding="utf-8")
-        (folder / "config.json").write_text(config.model_dump_json())
         encoder(vocabulary, config.corpus.lowercase).save(str(folder / "tokenizer.json"))
-        return cls(folder)
+        return cls(folder, config)
+
+    @cached_property
+    def files(self) -> list[InputFile]:
+        """Return the parquet files of the documents."""
+        return find_inputs([self.folder / "inputs"])
 
     @cached_property
     def lines(self) -> list[str]:
@@ -186,9 +189,11 @@ def peak_memory(name: str, text: Text, num_workers: int) -> int:
     A page that several processes share counts for each of them in equal parts (PSS). A peak between two readings is
     missed.
     """
-    code = f"import corpus_builder_ways as w; w.WAYS[{name!r}](w.Text(w.Path({str(text.folder)!r})), {num_workers})"
+    code = f"from corpus_builder_ways import run_alone; run_alone({name!r}, {str(text.folder)!r}, {num_workers})"
+    (text.folder / "config.json").write_text(text.config.model_dump_json())
+    paths = [str(Path(__file__).parent), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     peak = 0
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         root = psutil.Process(process.pid)
@@ -198,6 +203,12 @@ def peak_memory(name: str, text: Text, num_workers: int) -> int:
     if process.returncode:
         sys.exit(f"{name} with {num_workers} workers ended with {process.returncode} in a process of its own")
     return peak
+
+
+def run_alone(name: str, folder: str, num_workers: int) -> None:
+    """Run one way once on the `Text` in a folder; `peak_memory` calls this function in a new process."""
+    config = Config.model_validate_json((Path(folder) / "config.json").read_text())
+    WAYS[name](Text(Path(folder), config), num_workers)
 
 
 def _memory_of(root: psutil.Process) -> int:

@@ -17,34 +17,44 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
+import importlib.metadata
 import json
 import os
-import shlex
+import platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-# Part -> its module in `gpu_parts`, and the function there that yields its cases, in the order of the parts.
-PARTS = {
-    "ceilings": ("operations", "ceilings"),
-    "profile": ("steps", "profile_cases"),
-    "attention": ("attention", "attention_cases"),
-    "deepspeed": ("steps", "engine_cases"),
-    "steps": ("steps", "large_steps"),
-    "values": ("operations", "value_cases"),
-    "heads": ("operations", "head_cases"),
-    "operations": ("operations", "operation_cases"),
-    "rivals": ("steps", "rival_cases"),
-    "more_steps": ("steps", "more_steps"),
-    "modern": ("steps", "modern_steps"),
-}
-RIVALS = ("liger_kernel", "cut_cross_entropy")
+PACKAGES = ("torch", "triton", "numpy", "deepspeed", "transformers", "liger_kernel", "cut_cross_entropy")
 
 
-def our_backends(device: str) -> tuple[str, ...]:
+def hardware() -> dict[str, Any]:
+    """Return the versions of the compared packages, and properties of the GPU, if there is one."""
+    import torch
+
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            installed[package] = "not installed"
+    facts: dict[str, Any] = {"host": platform.machine(), "python": platform.python_version(), "versions": installed}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": list(torch.cuda.get_device_capability()),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return facts
+
+
+def our_backends(device: str) -> list[str]:
     """Return the implementations of our operations on this device; the CUDA library is built first if nvcc exists."""
     from electra_kernels.backend_choice import resolve
     from electra_kernels.native import discriminator_tail
@@ -56,17 +66,70 @@ def our_backends(device: str) -> tuple[str, ...]:
             backends.append("cuda")
         except Exception as error:  # noqa: BLE001  Whatever a compiler says, the Triton kernels can be measured.
             print(f"the CUDA library was not built and is left out of the comparison: {error}")
-    return tuple(backends)
+    return backends
 
 
-def cases_of(part: str, setup: Any) -> Iterator[Any]:
-    """Return the cases of a part.
+def all_parts(device: str, smoke: bool, backends: list[str]) -> dict[str, Callable[[], Iterator[Any]]]:
+    """Return the parts in their order: name -> function that yields the part's cases.
 
-    Its module is imported now, so that a package or a kernel that cannot be imported costs one part and not the run.
+    A part's modules are imported when it begins, so that a package or a kernel that cannot be imported costs one part
+    and not the run. Where only one implementation of our operations is measured, it is the first of `backends`.
     """
-    module, function = PARTS[part]
-    cases: Iterator[Any] = getattr(importlib.import_module(f"gpu_parts.{module}"), function)(setup)
-    return cases
+    import torch
+
+    backend = backends[0]
+    dtype = torch.float32 if smoke else torch.bfloat16
+    rows, heads, tokens = (2, 2, 64) if smoke else (64, 16, 512)
+
+    def of_operations(make: Callable[[Any, Any], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
+        def cases() -> Iterator[Any]:
+            from gpu_parts import operations
+
+            return make(operations, operations.TOY if smoke else operations.LARGE)
+
+        return cases
+
+    @functools.cache
+    def bench(architecture: str) -> Any:
+        from gpu_parts.steps import StepBench
+
+        return StepBench(device, backend, smoke, architecture)
+
+    def of_steps(make: Callable[[Any, Any], Iterator[Any]], architecture: str = "bert") -> Callable[[], Iterator[Any]]:
+        def cases() -> Iterator[Any]:
+            from gpu_parts import steps
+
+            return make(steps, bench(architecture))
+
+        return cases
+
+    def attention() -> Iterator[Any]:
+        from gpu_parts.attention import attention
+
+        return attention(rows, heads, tokens, device, dtype)
+
+    both = dict.fromkeys((backend, "reference"))
+    return {
+        "ceilings": of_operations(lambda part, sizes: part.ceilings(bench("bert").config.model, sizes, device, dtype)),
+        "profile": of_steps(lambda part, bench: part.profile_cases(bench)),
+        "attention": attention,
+        "deepspeed": of_steps(lambda part, bench: part.engine_cases(bench)),
+        "steps": of_steps(lambda part, bench: part.step_cases(bench, bench.batches[2:], [backend])),
+        "values": of_operations(lambda part, sizes: part.value_cases(sizes, device, backends)),
+        "integers": of_operations(lambda part, sizes: part.integer_cases(sizes, device, backend)),
+        "heads": of_operations(
+            lambda part, sizes: part.timing_cases(part.heads(sizes, device, dtype), device, backends)
+        ),
+        "operations": of_operations(
+            lambda part, sizes: part.timing_cases(part.operations(sizes, device, dtype), device, backends)
+        ),
+        "fusions": of_steps(lambda part, bench: part.fusion_cases(bench)),
+        "rivals": of_steps(lambda part, bench: part.rival_cases(bench)),
+        "more_steps": of_steps(lambda part, bench: part.step_cases(bench, bench.batches[:2], both)),
+        "modern": of_steps(
+            lambda part, bench: part.step_cases(bench, bench.batches, [backend], "ours, modern"), "modern"
+        ),
+    }
 
 
 def main() -> None:
@@ -77,29 +140,29 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # A smoke run uses the CPU, also where there is a GPU.
     import torch
-    from gpu_parts.recording import DeviceLost, Recorder, Setup, is_failure_of_ours
-    from measure import RESULTS, record_file
+    from gpu_parts.recording import DeviceLost, Recorder, is_failure_of_ours
 
     smoke = arguments.smoke
     if not smoke and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device: run on a machine with a GPU, or pass --smoke for toy sizes on the CPU")
     device = "cpu" if smoke else "cuda"
-    setup = Setup(device, smoke, our_backends(device))
+    backends = our_backends(device)
     if arguments.resume:
         record = json.loads(arguments.resume.read_text())
         path = arguments.resume
     else:
-        record = _header(smoke, setup.backends)
-        folder = arguments.output or (None if smoke else RESULTS)
-        path = record_file(record, folder) if folder else None
+        record = _header(smoke, backends)
+        folder = arguments.output or (None if smoke else Path(__file__).parent / "results")
+        path = folder / f"{record['benchmark']}-{record['date'][:10].replace('-', '')}.json" if folder else None
     torch.manual_seed(0)
     recorder = Recorder(record, path, None if arguments.minutes is None else 60 * arguments.minutes)
-    chosen = arguments.parts.split(",") if arguments.parts else list(PARTS)
-    if not set(chosen) <= PARTS.keys():
-        sys.exit(f"--parts {arguments.parts} names a part that does not exist; the parts are {', '.join(PARTS)}")
+    parts = all_parts(device, smoke, backends)
+    chosen = arguments.parts.split(",") if arguments.parts else list(parts)
+    if not set(chosen) <= parts.keys():
+        sys.exit(f"--parts {arguments.parts} names a part that does not exist; the parts are {', '.join(parts)}")
     for part in chosen:
         try:
-            recorder.run_part(part, functools.partial(cases_of, part, setup))
+            recorder.run_part(part, parts[part])
         except DeviceLost as error:
             print(f"the GPU refuses this process ({error}); a new one continues", flush=True)
             _start_again(recorder)
@@ -109,27 +172,20 @@ def main() -> None:
         sys.exit("an operation of ours raised an error: search the output for `failed` in the rows of `ours`")
 
 
-def _header(smoke: bool, backends: Sequence[str]) -> dict[str, Any]:
+def _header(smoke: bool, backends: list[str]) -> dict[str, Any]:
     """Return the record's header, and print it as one line."""
     import torch
-    from measure import installed, make_record
 
     name = "CPU, smoke run: figures without meaning" if smoke else torch.cuda.get_device_name()
-    command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
-    record = make_record("gpu-smoke" if smoke else "gpu", command, smoke=smoke, hardware=name)
-    record["versions"] |= installed(RIVALS)
-    versions = " ".join(f"{package} {version}" for package, version in record["versions"].items())
-    print(f"{name} | kernels: {', '.join(backends)} | {versions}")
-    record["backends"] = backends
-    if not smoke:
-        properties = torch.cuda.get_device_properties(0)
-        record |= {
-            "memory_bytes": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-            "capability": list(torch.cuda.get_device_capability()),
-            "cudnn": torch.backends.cudnn.version(),
-        }
-    return record
+    facts = hardware()
+    print(f"{name} | kernels: {', '.join(backends)} | " + " ".join(f"{k} {v}" for k, v in facts["versions"].items()))
+    return {
+        "benchmark": "gpu-smoke" if smoke else "gpu",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": name,
+        **facts,
+        "backends": backends,
+    }
 
 
 def _start_again(recorder: Any) -> None:

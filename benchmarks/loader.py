@@ -1,4 +1,4 @@
-"""How fast is the data loader, beside webdataset, and how soon does it give its first batch?
+"""How fast is the data loader, beside three libraries, and how soon does it give its first batch?
 
     python benchmarks/run.py loader
 
@@ -8,6 +8,8 @@ threads of the process. The readers take turns, each in its own format and its f
     ours                 RowLoader over a local corpus, with digests, window shuffle and receipts
     webdataset           tar files with one row per sample, as its users write them; shuffle buffer, batches
     webdataset, blocks   our shards in its pipeline: blocks of 1,024 rows, split into rows; shuffle buffer, batches
+    mosaicml-streaming   MDS files with one row per sample, shuffled by its default algorithm
+    litdata              chunks of tokens and TokensLoader, shuffled
 
 Then it measures the first batch of a rank at five positions of a corpus of 64 M rows (33 B tokens), from the open
 store on, and the memory of Python and NumPy that its loader then holds, without mapped shards. All files are in the
@@ -16,14 +18,14 @@ page cache.
 Guarantee: before anything is timed, all readers must give the same rows; otherwise the benchmark ends.
 
 Limits: the readers run without worker processes, and no training step runs beside them. Only ours verifies the data
-that it reads.
+that it reads. A library that cannot be imported is not measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import importlib
 import io
 import sys
 import tempfile
@@ -31,11 +33,10 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import webdataset
-from measure import Found, Json, ResultLine, alternate, format_summary, print_table, rated
+from measure import Found, Json, ResultLine, alternate, format_summary, print_table, ratio, summary
 from random_corpus import write_corpus
 
 from electra_dist.data.corpora import Corpora
@@ -57,6 +58,10 @@ BUFFER_ROWS = 10_000  # Size of webdataset's shuffle buffer.
 Batches = Iterator[np.ndarray]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shards", type=int, default=3, help="shards of 16.8 MB that the readers read (3)")
+
+
 def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
     """Return the number of rows, and a checksum that does not depend on the order of the rows.
 
@@ -73,29 +78,55 @@ def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
 
 
 def compare(store: Store, folder: Path, rounds: int) -> Json:
-    """Time an epoch of each reader, the readers in turn; return times, rates, rows and digest by reader."""
-    _write_webdataset(store, folder / "webdataset")
-    read = {name: digest(reader(store, folder / name)) for name, reader in READERS.items()}
+    """Time an epoch of each usable reader, the readers in turn; return times, rates, rows and digest by reader."""
+    readers = {name: reader for name, reader in READERS.items() if is_usable(reader)}
+    for name, reader in readers.items():
+        reader.write(store, folder / name)
+    read = {name: digest(reader.read(store, folder / name)) for name, reader in readers.items()}
     if len(set(read.values())) > 1:
         sys.exit(f"the readers do not give the same rows (number, digest): {read}; correct the reader that differs")
 
-    def read_epoch(name: str) -> float:
-        begin = time.process_time()
-        for _ in READERS[name](store, folder / name):
-            pass
-        return time.process_time() - begin
+    def timed_epoch(name: str, reader: Reader) -> Callable[[], float]:
+        def read_epoch() -> float:
+            begin = time.process_time()
+            for _ in reader.read(store, folder / name):
+                pass
+            return time.process_time() - begin
 
-    cpu_s = alternate({name: functools.partial(read_epoch, name) for name in READERS}, rounds, warm_up=0)
-    num_rows, checksum = read["ours"]
-    return {name: way | {"rows": num_rows, "digest": checksum} for name, way in rated(cpu_s, num_rows).items()}
+        return read_epoch
+
+    cpu_s = alternate({name: timed_epoch(name, reader) for name, reader in readers.items()}, rounds, warm_up=0)
+    num_rows = read["ours"][0]
+    return {
+        name: {
+            "cpu_s": cpu_s[name],
+            "cpu_us_per_row": 1e6 * summary(cpu_s[name])["median"] / num_rows,
+            "rows_per_core_s": num_rows / summary(cpu_s[name])["median"],
+            "ratio": ratio(cpu_s[name], cpu_s["ours"]),
+            "rows": read[name][0],
+            "digest": read[name][1],
+        }
+        for name in readers
+    }
 
 
 def report_rates(found: Json) -> ResultLine:
     """Print the table of the readers' rates; return its row for docs/results.md."""
-    rows = [[name, f"{reader['rate']:,.0f}", format_summary(reader["ratio"])] for name, reader in found.items()]
-    print_table(["", "rows / s core", "CPU / ours"], rows)
+    rows = [
+        [
+            name,
+            f"{reader['rows_per_core_s']:,.0f}",
+            f"{reader['cpu_us_per_row']:.1f}",
+            format_summary(reader["ratio"]),
+        ]
+        for name, reader in found.items()
+    ]
+    missing = [name for name in READERS if name not in found]
+    rows += [[name, "not importable", "", ""] for name in missing]
+    print_table(["", "rows / s core", "CPU us a row", "CPU / ours"], rows)
     rivals = [f"{reader['ratio']['median']:.1f} x {name}" for name, reader in found.items() if name != "ours"]
-    value = f"{found['ours']['rate']:,.0f} rows/s a core"
+    rivals += [f"{name} not importable" for name in missing]
+    value = f"{found['ours']['rows_per_core_s']:,.0f} rows/s a core"
     return ResultLine(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals))
 
 
@@ -128,7 +159,7 @@ def report_first_batches(found: list[Json], facts: str) -> ResultLine:
 
 
 def measure(arguments: argparse.Namespace) -> Found:
-    shards, rows_per_shard = (2, 1024) if arguments.smoke else (3, ROWS_PER_SHARD)
+    shards, rows_per_shard = (2, 1024) if arguments.smoke else (arguments.shards, ROWS_PER_SHARD)
     many = 200 if arguments.smoke else SHARDS_OF_33B
     with tempfile.TemporaryDirectory(prefix="loader-") as name:
         folder = Path(name)
@@ -136,7 +167,17 @@ def measure(arguments: argparse.Namespace) -> Found:
         first = first_batches(write_corpus(folder / "many", many, rows_per_shard, shards), folder / "cache")
     facts = f"{many * rows_per_shard / 1e6:.1f} M rows in {many:,} shards"
     lines = [report_rates(rates), report_first_batches(first, facts)]
-    return Found(lines, {"ways": rates, "first_batches": first})
+    packages = [reader.package for reader in READERS.values()]
+    return Found(lines, {"ways": rates, "first_batches": first}, packages=packages)
+
+
+class Reader(NamedTuple):
+    """One reader of the comparison: it writes its data set once, and reads an epoch without other processes."""
+
+    package: str  # Distribution whose version the record names.
+    module: str  # Module that must be importable.
+    write: Callable[[Store, Path], None]  # (corpus, folder): writes the data set into the folder, which is new.
+    read: Callable[[Store, Path], Batches]  # (corpus, folder): yields one shuffled epoch, [BATCH, seq_len] integers.
 
 
 @contextlib.contextmanager
@@ -151,6 +192,15 @@ def our_loader(
             yield loader, order
 
 
+def is_usable(reader: Reader) -> bool:
+    """Return whether the reader's module can be imported; an installed one may not fit the installed torch."""
+    try:
+        importlib.import_module(reader.module)
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
 def _rows(store: Store) -> Iterator[np.ndarray]:
     """Yield all rows of a local corpus in order, [rows, S] of one shard at a time."""
     manifest = read_manifest(store)
@@ -162,6 +212,10 @@ def _rows(store: Store) -> Iterator[np.ndarray]:
         shard.close()
 
 
+def _nothing(store: Store, folder: Path) -> None:
+    """Write nothing, for a reader of the corpus's own shards."""
+
+
 def _read_ours(store: Store, folder: Path) -> Batches:
     """Yield one epoch through our `RowLoader`, as rank 0 of 1; an incomplete last batch is left out."""
     with our_loader(store, folder, BATCH) as (loader, order):
@@ -171,6 +225,8 @@ def _read_ours(store: Store, folder: Path) -> Batches:
 
 def _write_webdataset(store: Store, folder: Path) -> None:
     """Write one tar file per shard, with each row as a sample of its own in NumPy's format."""
+    import webdataset
+
     folder.mkdir()
     for number, block in enumerate(_rows(store)):
         with webdataset.TarWriter(str(folder / f"{number:06d}.tar")) as writer:
@@ -200,6 +256,8 @@ def _read_webdataset_blocks(store: Store, folder: Path) -> Batches:
 
 def _webdataset(paths: list[str], rows: Callable[[Iterator[dict[str, Any]]], Iterator[np.ndarray]]) -> Batches:
     """Return the batches of a webdataset pipeline; `rows` turns the samples of a tar file into rows, [S] each."""
+    import webdataset
+
     return iter(
         webdataset.DataPipeline(
             webdataset.SimpleShardList(paths),
@@ -212,10 +270,59 @@ def _webdataset(paths: list[str], rows: Callable[[Iterator[dict[str, Any]]], Ite
     )
 
 
-# Name -> function of a corpus and a folder of the reader's own, which yields one shuffled epoch, [BATCH, seq_len]
-# integers, without other processes.
-READERS: dict[str, Callable[[Store, Path], Batches]] = {
-    "ours": _read_ours,
-    "webdataset": _read_webdataset,
-    "webdataset, blocks": _read_webdataset_blocks,
+def _write_streaming(store: Store, folder: Path) -> None:
+    """Write the rows in mosaicml-streaming's MDS format, one per sample, in files of 16 MiB."""
+    from streaming import MDSWriter
+
+    seq_len = read_manifest(store).seq_len
+    with MDSWriter(out=str(folder), columns={"ids": f"ndarray:uint16:{seq_len}"}, size_limit=1 << 24) as writer:
+        for block in _rows(store):
+            for row in block:
+                writer.write({"ids": row})
+
+
+def _read_streaming(store: Store, folder: Path) -> Batches:
+    """Return the batches of one shuffled epoch of mosaicml-streaming, after removing stale shared memory."""
+    from streaming import StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+    from torch.utils.data import DataLoader
+
+    clean_stale_shared_memory()
+    dataset = StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)
+    return iter(DataLoader(dataset, BATCH, collate_fn=lambda samples: np.stack([sample["ids"] for sample in samples])))
+
+
+def _write_litdata(store: Store, folder: Path) -> None:
+    """Write the rows as litdata's chunks of tokens, in files of 16 MiB."""
+    import torch
+    from litdata.streaming.cache import Cache
+    from litdata.streaming.item_loader import TokensLoader
+
+    seq_len = read_manifest(store).seq_len
+    cache = Cache(str(folder), chunk_bytes=1 << 24, item_loader=TokensLoader(seq_len))
+    number = 0
+    for block in _rows(store):
+        for row in torch.from_numpy(block):
+            cache._add_item(number, row)
+            number += 1
+    cache.done()
+    cache.merge()
+
+
+def _read_litdata(store: Store, folder: Path) -> Batches:
+    """Return the batches of one shuffled epoch of litdata."""
+    import litdata
+    from litdata.streaming.item_loader import TokensLoader
+
+    loader = TokensLoader(read_manifest(store).seq_len)
+    dataset = litdata.StreamingDataset(str(folder), item_loader=loader, shuffle=True)
+    return (batch.numpy() for batch in litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=0))
+
+
+READERS = {
+    "ours": Reader("electra-dist", "electra_dist", _nothing, _read_ours),
+    "webdataset": Reader("webdataset", "webdataset", _write_webdataset, _read_webdataset),
+    "webdataset, blocks": Reader("webdataset", "webdataset", _nothing, _read_webdataset_blocks),
+    "mosaicml-streaming": Reader("mosaicml-streaming", "streaming", _write_streaming, _read_streaming),
+    "litdata": Reader("litdata", "litdata", _write_litdata, _read_litdata),
 }

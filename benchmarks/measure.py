@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.run.environment_record import commit, cpu, versions
 
@@ -34,7 +32,6 @@ TOY = [
     "model.discriminator={hidden_size: 64, num_layers: 2, num_heads: 2, intermediate_size: 256}",
     "model.generator={hidden_size: 32, num_layers: 2, num_heads: 2, intermediate_size: 128}",
 ]
-SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)  # special token ids of the random rows
 Json = dict[str, Any]
 
 
@@ -46,24 +43,14 @@ class ResultLine(NamedTuple):
     ratio: str  # Comparison with the rivals; empty if there is none.
 
 
-class Found(NamedTuple):
+@dataclass
+class Found:
     """Result of a benchmark."""
 
     lines: list[ResultLine]
     measured: Json  # The record has these keys, too; JSON values.
     fault: str = ""  # What exceeds a limit that the benchmark guarantees; the program then ends with exit code 1.
-
-
-def rated(seconds: Mapping[str, Sequence[float]], amount: float) -> dict[str, Json]:
-    """Return by way its seconds, its median rate for an `amount` of work a round, and its `ratio` to "ours"."""
-    return {
-        name: {
-            "seconds": times,
-            "rate": amount / statistics.median(times),
-            "ratio": ratio(times, seconds["ours"]),
-        }
-        for name, times in seconds.items()
-    }
+    packages: Sequence[str] = field(default=())  # Rivals whose versions the record names.
 
 
 def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
@@ -97,26 +84,19 @@ def format_summary(found: Mapping[str, float], form: str = ".2f") -> str:
     return f"{found['median']:{form}} ({found['least']:{form}} to {found['most']:{form}})"
 
 
-def run_process(command: Sequence[str], **options: Any) -> str:
-    """Run a command with options of `subprocess.run`, and return its stdout; end this program if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    if done.returncode:
-        sys.exit(
-            f"{shlex.join(command)} ended with exit code {done.returncode}; correct what its output reports:\n"
-            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
-    return done.stdout
-
-
 def in_new_process(module: str, function: str, *arguments: Any) -> Any:
     """Call a function of a benchmark's module in a new Python process; return its result.
 
     Arguments are written by `repr`, and the result must be a JSON value.
     """
     code = f"import json, {module}; print(json.dumps({module}.{function}(*{arguments!r})))"
-    search_path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    output = run_process([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": search_path})
-    return json.loads(output.splitlines()[-1])
+    search_path = [str(Path(__file__).parent), str(REPOSITORY), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{module}.{function}{arguments} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def peak_memory() -> int:
@@ -125,7 +105,7 @@ def peak_memory() -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def cpu_and_memory() -> str:
+def hardware() -> str:
     """Return one line that describes the machine: processor, cores that this process may use, memory in GB."""
     facts = cpu()
     return f"{facts['model']}, {facts['usable_cores']} cores, {facts['memory_gb']} GB"
@@ -142,15 +122,15 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
     return version_by_name
 
 
-def make_record(name: str, command: str, *, smoke: bool = False, hardware: str | None = None) -> Json:
-    """Return what the record of every benchmark begins with; `hardware` is by default the processor and memory."""
+def make_record(name: str, command: str, *, smoke: bool = False) -> Json:
+    """Return what the record of every benchmark begins with, such as its date, command and versions."""
     return {
         "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "commit": commit(),
         "smoke": smoke,
-        "hardware": hardware or cpu_and_memory(),
+        "hardware": hardware(),
         "versions": versions(),
     }
 
@@ -158,6 +138,12 @@ def make_record(name: str, command: str, *, smoke: bool = False, hardware: str |
 def record_file(record: Json, folder: Path) -> Path:
     """Return the file of a record: FOLDER/NAME-YYYYMMDD.json (UTC)."""
     return folder / f"{record['benchmark']}-{record['date'][:10].replace('-', '')}.json"
+
+
+def between_markers(text: str, begin: str, end: str, content: str) -> str:
+    """Return the page `text` with `content` between two markers; ValueError if one is missing."""
+    first = text.index(begin) + len(begin)
+    return f"{text[:first]}\n{content}\n{text[text.index(end) :]}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from measure import REPOSITORY, TOY, Found, Json, ResultLine, format_summary, print_table, ratio, run_process, summary
+from measure import REPOSITORY, TOY, Found, Json, ResultLine, format_summary, print_table, ratio, summary
 from random_corpus import write_corpus
 
 from electra_dist.config.load import load_config
@@ -35,9 +36,16 @@ SAVED, LAST = 2, 4  # The steps after which the run saves. The resume starts fro
 
 
 def run(launcher: Sequence[str], *words: object) -> tuple[float, str]:
-    """Run a command of at most 600 s; return the Unix time at which it started, and its stdout."""
+    """Run a command of at most 600 s; return the Unix time at which it started, and its stdout. End if it fails."""
+    command = [*launcher, *map(str, words)]
     begin = time.time()
-    return begin, run_process([*launcher, *map(str, words)], timeout=600, cwd=REPOSITORY)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
+    if done.returncode:
+        sys.exit(
+            f"{' '.join(map(str, words))} exited with code {done.returncode}; correct what its output reports:\n"
+            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return begin, done.stdout
 
 
 def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from measure import SPECIAL
+from electra_kernels.operation_types import SpecialIds
 
 from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
@@ -36,8 +36,9 @@ def main() -> None:
     times = [time.time()]
     config = load_config(arguments.config, [])
     init_distributed()
+    special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
     engine = Engine(
-        build_objective(config.model, config.objective, SPECIAL, config.seed),
+        build_objective(config.model, config.objective, special, config.seed),
         config.train,
         config.engine,
         config.optimizer,

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import REPOSITORY, RESULTS, Json, make_record, record_file
+from measure import REPOSITORY, RESULTS, Json, between_markers, installed, make_record, record_file
 
 BENCHMARKS = ("step", "head", "loader", "shard_cache", "corpus_builder", "checkpoint", "restart")
 PAGE = REPOSITORY / "docs" / "results.md"
@@ -59,7 +59,9 @@ def parse(name: str, module: Any, words: Sequence[str]) -> argparse.Namespace:
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every benchmark has."""
     parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes in seconds")
-    parser.add_argument("--save", action="store_true", help="write the record as a dated JSON file")
+    parser.add_argument(
+        "--save", action="store_true", help="write the record as a dated JSON file, and the table of docs/results.md"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (benchmarks/results)")
 
 
@@ -70,6 +72,8 @@ def run(name: str, words: Sequence[str]) -> int:
     given = [word for word in words if word not in ("--save", "--results", str(arguments.results))]
     record = make_record(name, shlex.join(["python", "benchmarks/run.py", name, *given]), smoke=arguments.smoke)
     found = module.measure(arguments)
+    if found.packages:
+        record["packages"] = installed(found.packages)
     record |= found.measured | {"lines": [line._asdict() for line in found.lines]}
     print(f"\n{record['hardware']}, " + ", ".join(f"{package} {v}" for package, v in record["versions"].items()))
     if arguments.save:
@@ -84,9 +88,7 @@ def run(name: str, words: Sequence[str]) -> int:
 
 def write_table(folder: Path = RESULTS, page: Path = PAGE) -> None:
     """Write the rows of the newest records between the two markers of the page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table(newest(folder))}\n{END}{after}")
+    page.write_text(between_markers(page.read_text(), BEGIN, END, table(newest(folder))))
 
 
 def newest(folder: Path) -> list[Json]:

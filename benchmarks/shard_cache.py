@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import shutil
 import tempfile
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -87,11 +87,10 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
         capacity = round(share * num_shards)
         store = CountingStore(folder / "corpus")
         limit_bytes = capacity * manifest.shards[0].bytes
+        cache_folder = folder / f"cache-{share}"
         num_fetched = [0]
-        with (
-            closing(ShardCache(Corpora.of(store, manifest), folder / f"cache-{share}", 2, limit_bytes)) as cache,
-            closing(RowLoader(cache, order, batch, rank=0, world_size=1, start_step=0)) as loader,
-        ):
+        with contextlib.closing(ShardCache(Corpora.of(store, manifest), cache_folder, 2, limit_bytes)) as cache:
+            loader = RowLoader(cache, order, batch, rank=0, world_size=1, start_step=0)
             for step in range(epochs * steps_per_epoch):
                 row_ids = loader.next().row_ids
                 _, shards, rows = order.locate(np.arange(step * batch, (step + 1) * batch))
@@ -99,6 +98,7 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
                     raise SystemExit(f"step {step} has other rows than the order gives it; correct the loader")
                 if (step + 1) % steps_per_epoch == 0:
                     num_fetched.append(store.num_fetched)
+            loader.close()
         ours = (np.diff(num_fetched) / num_shards).tolist()[1:]
         simulated = least_recently_used(order, num_shards, capacity, epochs)[1:]
         sizes.append({"cache": share, "ours": ours, "least_recently_used": simulated})
@@ -107,15 +107,20 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
 
 def report_eviction(sizes: list[Json], facts: str) -> ResultLine:
     """Print what an epoch fetches again with each size of the cache; return the row for docs/results.md."""
+    ours = [float(np.mean(size["ours"])) for size in sizes]
+    simulated = [float(np.mean(size["least_recently_used"])) for size in sizes]
     rows = [
-        [f"{size['cache']:.0%}", *(f"{np.mean(size[way]):.0%}" for way in ("ours", "least_recently_used"))]
-        for size in sizes
+        [f"{size['cache']:.0%}", f"{share:.1%}", f"{simulated_share:.1%}"]
+        for size, share, simulated_share in zip(sizes, ours, simulated, strict=True)
     ]
     print(f"\nshare of the corpus that an epoch after the first one fetches, {facts}")
     print_table(["cache", "fixed part", "least recently used (simulated)"], rows)
-    caches, ours, simulated = (", ".join(column) for column in zip(*rows, strict=True))
-    what = f"share of the corpus fetched again in an epoch with a cache of {caches} of it, {facts}"
-    return ResultLine(what, ours, f"least recently used (simulated): {simulated}")
+    caches = ", ".join(f"{size['cache']:.0%}" for size in sizes)
+    return ResultLine(
+        f"share of the corpus fetched again in an epoch with a cache of {caches} of it, {facts}",
+        ", ".join(f"{share:.0%}" for share in ours),
+        "least recently used (simulated): " + ", ".join(f"{share:.0%}" for share in simulated),
+    )
 
 
 def measure(arguments: argparse.Namespace) -> Found:

@@ -28,20 +28,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from electra_kernels.operation_types import SpecialIds
 from hugging_face import HuggingFace
-from measure import (
-    REPOSITORY,
-    SPECIAL,
-    TOY,
-    Found,
-    Json,
-    ResultLine,
-    alternate,
-    format_summary,
-    print_table,
-    rated,
-    summary,
-)
+from measure import REPOSITORY, TOY, Found, Json, ResultLine, alternate, format_summary, print_table, ratio, summary
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
@@ -54,13 +43,17 @@ from electra_dist.objectives.corruption import CorruptingObjective
 
 ROUNDS = 5
 BATCH = 16
-THREADS = 2
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)  # Special token ids of the synthetic rows.
 AGREEMENT = {"fp32": 1e-4, "bf16": 3e-2}  # Largest relative difference of the losses of two ways.
 _LEARNING_RATE = 1e-4
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default: %(default)s)")
+
+
 def measure(arguments: argparse.Namespace) -> Found:
-    threads = 1 if arguments.smoke else THREADS  # The toy model is too small for two threads.
+    threads = 1 if arguments.smoke else arguments.threads  # The toy model is too small for two threads.
     torch.set_num_threads(threads)
     toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if arguments.smoke else []
     config = load_config(REPOSITORY / "configs/small.yaml", toy)
@@ -78,16 +71,21 @@ def measure(arguments: argparse.Namespace) -> Found:
 def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
     """Time all ways in turn, on full rows of one example each; return seconds, rate, ratio and losses by way."""
     batches = synthetic_rows(config, BATCH * (rounds + warm_up)).split(BATCH)
-    ways = {"ours": ours(config)}
-    towers: ElectraTowers = ways["ours"].module.towers  # type: ignore[assignment]
-    ways["Hugging Face"] = hugging_face(config, towers, gathered=False)
-    ways["Hugging Face, gathered"] = hugging_face(config, towers, gathered=True)
+    ways = ours_and_rivals(config)
     losses_without_dropout = check_agreement(config, ways, batches[0], precision)
+    losses: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     clip_norm = config.optimizer.clip_norm
-    turns = {name: stepper(way, batches, precision, clip_norm) for name, way in ways.items()}
+    turns = {name: stepper(way, batches, precision, clip_norm, losses[name]) for name, way in ways.items()}
+    seconds = alternate(turns, rounds, warm_up)
     return {
-        name: way | {"losses_without_dropout": losses_without_dropout[name]}
-        for name, way in rated(alternate(turns, rounds, warm_up), batches[0].numel()).items()
+        name: {
+            "seconds": seconds[name],
+            "tokens_per_s": batches[0].numel() / summary(seconds[name])["median"],
+            "ratio": ratio(seconds[name], seconds["ours"]),
+            "losses_without_dropout": losses_without_dropout[name],
+            "losses": losses[name],
+        }
+        for name in ways
     }
 
 
@@ -96,12 +94,13 @@ def report(found: Json, precision: str, facts: str) -> ResultLine:
     print(f"\n{precision}, {facts}, a CPU {'with' if HAS_BF16_PRODUCTS else 'without'} bf16 products")
     rows = []
     for name, way in found.items():
+        first, last = (f"{mlm:.3f} / {rtd:.4f}" for mlm, rtd in (way["losses"][0], way["losses"][-1]))
         seconds = format_summary(summary(way["seconds"]), ".3f")
-        rows.append([name, seconds, f"{way['rate']:,.0f}", format_summary(way["ratio"])])
-    print_table(["", "s a step", "tokens/s", "time / ours"], rows)
+        rows.append([name, seconds, f"{way['tokens_per_s']:,.0f}", format_summary(way["ratio"]), f"{first} to {last}"])
+    print_table(["", "s a step", "tokens/s", "time / ours", "mlm / rtd, first to last"], rows)
     published, gathered = (found[name]["ratio"]["median"] for name in ("Hugging Face", "Hugging Face, gathered"))
     against = f"{published:.2f} x Hugging Face as published, {gathered:.2f} x with its head at the masked slots only"
-    value = f"{found['ours']['rate']:,.0f} tokens/s"
+    value = f"{found['ours']['tokens_per_s']:,.0f} tokens/s"
     return ResultLine(f"joint step of ELECTRA-Small, {precision}, {facts}", value, against)
 
 
@@ -145,30 +144,44 @@ def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> Wa
     return Way(module, optimizer, forward)
 
 
+def ours_and_rivals(config: Config) -> dict[str, Way]:
+    """Return name -> way to make a step: ours, and Hugging Face's two, which start from the same weights."""
+    our_way = ours(config)
+    towers: ElectraTowers = our_way.module.towers  # type: ignore[assignment]
+    return {
+        "ours": our_way,
+        "Hugging Face": hugging_face(config, towers, gathered=False),
+        "Hugging Face, gathered": hugging_face(config, towers, gathered=True),
+    }
+
+
 def autocast(precision: str) -> torch.autocast:
     """Return the CPU autocast context of a precision: bfloat16 for "bf16", switched off for "fp32"."""
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
-def take_step(way: Way, ids_BS: torch.Tensor, step: int, precision: str, clip_norm: float) -> None:
-    """Take one training step: forward, backward, clipping and update."""
+def take_step(way: Way, ids_BS: torch.Tensor, step: int, precision: str, clip_norm: float) -> tuple[float, float]:
+    """Take one training step: forward, backward, clipping and update; return the MLM and the RTD loss before it."""
     with autocast(precision):
-        loss, _, _ = way.forward(ids_BS, step)
+        loss, mlm, rtd = way.forward(ids_BS, step)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(way.module.parameters(), clip_norm)
     for group in way.optimizer.param_groups:
         group["lr"] = _LEARNING_RATE
     way.optimizer.step()
     way.optimizer.zero_grad()
+    return mlm.item(), rtd.item()
 
 
-def stepper(way: Way, batches: Sequence[torch.Tensor], precision: str, clip_norm: float) -> Callable[[], None]:
-    """Return a function that takes a step on the next batch at each call."""
+def stepper(
+    way: Way, batches: Sequence[torch.Tensor], precision: str, clip_norm: float, losses: list[tuple[float, float]]
+) -> Callable[[], None]:
+    """Return a function that takes a step on the next batch at each call, and appends its losses to `losses`."""
     numbered = iter(enumerate(batches))
 
     def step() -> None:
         number, ids_BS = next(numbered)
-        take_step(way, ids_BS, number, precision, clip_norm)
+        losses.append(take_step(way, ids_BS, number, precision, clip_norm))
 
     return step
 

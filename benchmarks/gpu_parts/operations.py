@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,9 @@ from electra_kernels.discriminator_tail import rtd_loss
 from electra_kernels.layer_passes import dropout_add_norm
 from electra_kernels.mlm_head import mlm_head_loss_and_sample
 from electra_kernels.slots import gather_masked, replace_and_label
-from gpu_parts.recording import Case, Row, Rows, Setup, relative_error, time_and_peak
+from gpu_parts.recording import Case, Row, Rows, time_and_peak
 
+from electra_dist.config import ModelConfig
 from electra_dist.objectives.masking import num_slots
 
 Tensors = list[torch.Tensor]
@@ -59,11 +60,6 @@ LARGE = Sizes(
 TOY = Sizes((24,), 16, 300, 384, 2, 16, 4, (8, 16), 12)
 
 
-def sizes_of(setup: Setup) -> Sizes:
-    """Return the sizes with which a run measures."""
-    return TOY if setup.smoke else LARGE
-
-
 class Operation(NamedTuple):
     """One fused operation with the alternatives that a user has without it."""
 
@@ -73,14 +69,12 @@ class Operation(NamedTuple):
     inputs: Tensors  # Tensors that get a gradient; empty if the operation has no backward pass.
     num_bytes: int = 0  # Least memory traffic of forward and backward; 0 for the head, which computes.
 
-    def backends(self, setup: Setup) -> tuple[str, ...]:
+    def backends(self, backends: list[str]) -> list[str]:
         """Return the backends of ours that are measured: all for the discriminator tail, else the first."""
-        return setup.backends if self.name == "discriminator tail" else setup.backends[:1]
+        return backends if self.name == "discriminator tail" else backends[:1]
 
 
-def head_operation(
-    name: str, sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype, chunk: int = 4096
-) -> Operation:
+def _head_operation(name: str, sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype, chunk: int) -> Operation:
     """Return the generator's head at M = `num_rows`: forward and sample; the output is the summed loss."""
     vocab = sizes.vocab
     x_MD = torch.randn(num_rows, sizes.embedding, device=device, dtype=dtype).requires_grad_()
@@ -144,18 +138,10 @@ def _gumbel_max(logits_MV: torch.Tensor) -> torch.Tensor:
     return (logits_MV - torch.log(-torch.log(uniform_MV))).argmax(1)
 
 
-def head_cases(setup: Setup) -> Iterator[Case]:
-    """Yield the timing of the generator's head at each number of masked rows."""
-    sizes = sizes_of(setup)
+def heads(sizes: Sizes, device: str, dtype: torch.dtype) -> Iterator[Operation]:
+    """Yield the generator's head at each number of masked rows that is timed."""
     for num_rows in sizes.masked:
-        head = head_operation(f"head M={num_rows}", sizes, num_rows, setup.device, setup.dtype)
-        yield from _timing_cases(head, setup)
-
-
-def operation_cases(setup: Setup) -> Iterator[Case]:
-    """Yield the timing of all operations except the head."""
-    for subject in operations(sizes_of(setup), setup.device, setup.dtype):
-        yield from _timing_cases(subject, setup)
+        yield _head_operation(f"head M={num_rows}", sizes, num_rows, device, dtype, chunk=4096)
 
 
 def operations(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Operation]:
@@ -225,22 +211,24 @@ def operations(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Operation]
     return found
 
 
-def _timing_cases(subject: Operation, setup: Setup) -> Iterator[Case]:
-    """Yield forward and backward of an operation: ours, its rivals and, on a GPU, torch.compile of eager torch.
+def timing_cases(subjects: Iterable[Operation], device: str, backends: list[str]) -> Iterator[Case]:
+    """Yield forward and backward of every operation: ours, its rivals and, on a GPU, torch.compile of eager torch.
 
     A row of an operation that moves data has `tb_per_s`: its least memory traffic divided by its time, in TB/s.
     """
-    functions: dict[str, Callable[[Tensors], torch.Tensor]] = {
-        f"ours ({backend})": functools.partial(subject.ours, backend=backend) for backend in subject.backends(setup)
-    }
-    functions |= subject.rivals
-    if setup.device == "cuda":
-        # Shapes are static in training, so every operation gets a compilation of its own.
-        functions["torch.compile"] = torch.compile(subject.rivals["eager"], dynamic=False)
-    kind = subject.name.partition(" M=")[0] if "head" in subject.name else "operation"
-    for name, function in functions.items():
-        run = functools.partial(_time, subject, name, function)
-        yield Case(subject.name, name, f"compiled {kind}" if name == "torch.compile" else kind, run)
+    for subject in subjects:
+        functions: dict[str, Callable[[Tensors], torch.Tensor]] = {
+            f"ours ({backend})": functools.partial(subject.ours, backend=backend)
+            for backend in subject.backends(backends)
+        }
+        functions |= subject.rivals
+        if device == "cuda":
+            # Shapes are static in training, so every operation gets a compilation of its own.
+            functions["torch.compile"] = torch.compile(subject.rivals["eager"], dynamic=False)
+        for name, function in functions.items():
+            run = functools.partial(_time, subject, name, function)
+            kind = subject.name.partition(" M=")[0] if "head" in subject.name else "operation"
+            yield Case(subject.name, name, f"compiled {kind}" if name == "torch.compile" else kind, run)
 
 
 def _time(subject: Operation, name: str, function: Callable[[Tensors], torch.Tensor]) -> Rows:
@@ -257,13 +245,10 @@ def _time(subject: Operation, name: str, function: Callable[[Tensors], torch.Ten
     return [row]
 
 
-def ceilings(setup: Setup) -> Iterator[Case]:
+def ceilings(model: ModelConfig, sizes: Sizes, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Yield a copy within the device and every product of the model, with which all other times can be compared."""
-    from gpu_parts.steps import bench_of  # here, because a failure of its imports shall cost this part only
-
-    model, sizes = bench_of(setup).config.model, sizes_of(setup)
-    num_bytes = 4 * 2**30 if setup.device == "cuda" else 2**16
-    yield Case("copy", f"{num_bytes / 2**30:.0f} GiB", "product", functools.partial(_copy, setup.device, num_bytes))
+    num_bytes = 4 * 2**30 if device == "cuda" else 2**16
+    yield Case("copy", f"{num_bytes / 2**30:.0f} GiB", "product", functools.partial(_copy, device, num_bytes))
     num_tokens = sizes.batch * sizes.seq_len
     products = {}  # name -> (m, n, k)
     for name in ("discriminator", "generator"):
@@ -278,7 +263,7 @@ def ceilings(setup: Setup) -> Iterator[Case]:
     for name, (m, n, k) in products.items():
         for direction in ("forward", "input gradient", "weight gradient"):
             operation = f"{name} {m}x{n}x{k}"
-            run = functools.partial(_multiply, operation, direction, (m, n, k), setup)
+            run = functools.partial(_multiply, operation, direction, (m, n, k), device, dtype)
             yield Case(operation, direction, "product", run)
 
 
@@ -291,12 +276,12 @@ def _copy(device: str, num_bytes: int) -> Rows:
     return [row | {"tb_per_s": 2 * num_bytes / row["ms"] / 1e9}]
 
 
-def _multiply(operation: str, direction: str, mnk: tuple[int, int, int], setup: Setup) -> Rows:
+def _multiply(operation: str, direction: str, mnk: tuple[int, int, int], device: str, dtype: torch.dtype) -> Rows:
     """Time one product of a linear layer with random numbers (a product of zeros is faster than any other)."""
     m, n, k = mnk
-    x_mk, weight_nk, upstream_mn = (
-        torch.randn(shape, device=setup.device, dtype=setup.dtype) for shape in ((m, k), (n, k), (m, n))
-    )
+    x_mk = torch.randn(m, k, device=device, dtype=dtype)
+    weight_nk = torch.randn(n, k, device=device, dtype=dtype)
+    upstream_mn = torch.randn(m, n, device=device, dtype=dtype)
     calls = {
         "forward": lambda: x_mk @ weight_nk.t(),
         "input gradient": lambda: upstream_mn @ weight_nk,
@@ -306,21 +291,21 @@ def _multiply(operation: str, direction: str, mnk: tuple[int, int, int], setup: 
     return [row | {"tflop_per_s": 2 * m * n * k / row["ms"] / 1e9}]
 
 
-def value_cases(setup: Setup) -> Iterator[Case]:
-    """Yield the comparison of every operation with the reference.
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the root-mean-square error of `value` divided by the root-mean-square of `exact`, which is float64."""
+    return ((value.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
 
-    Values are compared in float64, in fp32 and bf16, on 4 rows at most.
-    """
-    sizes, device = sizes_of(setup), setup.device
+
+def value_cases(sizes: Sizes, device: str, backends: list[str]) -> Iterator[Case]:
+    """Yield the comparison of every operation with the reference in float64, in fp32 and bf16, on 4 rows at most."""
     small = sizes._replace(batch=min(sizes.batch, 4))
     for dtype in (torch.float32, torch.bfloat16):
         # Several chunks are used, so that the head's sums over chunks are checked, too.
-        head = head_operation("head", small, sizes.exact_rows, device, dtype, chunk=sizes.exact_rows // 4)
+        head = _head_operation("head", small, sizes.exact_rows, device, dtype, chunk=sizes.exact_rows // 4)
         for subject in [head, *operations(small, device, dtype)]:
-            for backend in subject.backends(setup) if subject.inputs else ():
+            for backend in subject.backends(backends) if subject.inputs else []:
                 run = functools.partial(_compare_values, subject, backend, dtype)
                 yield Case(f"{subject.name} {dtype}", f"ours ({backend})", "check", run)
-    yield Case("integers", f"ours ({setup.backends[0]})", "check", functools.partial(_integers, setup))
 
 
 def _compare_values(subject: Operation, backend: str, dtype: torch.dtype) -> Rows:
@@ -354,13 +339,17 @@ def _outputs(subject: Operation, inputs: Tensors, backend: str, dtype: torch.dty
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(dtype).to(out.dtype))]
 
 
-def _integers(setup: Setup) -> Rows:
+def integer_cases(sizes: Sizes, device: str, backend: str) -> Iterator[Case]:
+    """Yield the comparison of a backend's integers with the reference's."""
+    yield Case("integers", f"ours ({backend})", "check", functools.partial(_integers, sizes, device, backend))
+
+
+def _integers(sizes: Sizes, device: str, backend: str) -> Rows:
     """Compare replaced ids, labels and samples with the reference's.
 
     Ids and labels must be equal. Of the samples, 99.9 % must be equal, because two candidates may be closer than
     rounding errors.
     """
-    sizes, device, backend = sizes_of(setup), setup.device, setup.backends[0]
     B, S, N = sizes.batch, sizes.seq_len, sizes.slots
     ids = torch.randint(sizes.vocab, (B, S), device=device)
     sampled = torch.randint(sizes.vocab, (B * N,), device=device)

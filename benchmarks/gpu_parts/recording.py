@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import time
 from collections import Counter
@@ -24,8 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-from electra_dist.store.atomic_files import replacing
 
 REPEATS, WARM_UP = 20, 5  # timed calls on a GPU, and calls before these
 Row = dict[str, Any]
@@ -45,19 +44,6 @@ class Case(NamedTuple):
     by: str  # Implementation that is measured; those of this project begin with "ours".
     kind: str  # Cases of one kind take about equally long.
     run: Callable[[], Rows]
-
-
-class Setup(NamedTuple):
-    """What the cases of all parts run on."""
-
-    device: str
-    smoke: bool  # toy sizes in fp32 on a CPU
-    backends: tuple[str, ...]  # of our operations; where only one is measured, it is the first
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of the measured tensors."""
-        return torch.float32 if self.smoke else torch.bfloat16
 
 
 class DeviceLost(Exception):
@@ -134,8 +120,7 @@ class Recorder:
             print_row(row)
         self.record[part] += rows
         if self.path:
-            with replacing(self.path) as file:
-                file.write(json.dumps(self.record, indent=1).encode() + b"\n")
+            write_atomically(self.record, self.path)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all parts."""
@@ -155,6 +140,14 @@ def is_failure_of_ours(row: Row) -> bool:
     """Return whether a row records an error of this project's code; too little memory does not count as one."""
     is_ours = str(row.get("by", "")).startswith("ours")
     return is_ours and row.get("failed", NO_MEMORY) != NO_MEMORY
+
+
+def write_atomically(record: Row, path: Path) -> None:
+    """Write the record as JSON into a temporary file and rename it to `path`, so that no reader sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def free() -> None:
@@ -189,11 +182,6 @@ def print_row(row: Row) -> None:
     facts += row.get("kernels", [])
     facts += [] if row.get("right", True) else ["WRONG"]
     print(f"  {label:<44} {'  '.join(facts)}", flush=True)
-
-
-def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the root-mean-square error of `value` divided by the root-mean-square of `exact`, which is float64."""
-    return ((value.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
 
 
 # The device sleeps for about 20 ms while the host queues the calls, so that short calls have no gaps between them.

@@ -15,10 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_parts import attention, operations
-from gpu_parts.recording import Setup
-from gpu_parts.steps import StepBench
+from gpu_parts.steps import SPECIAL, StepBench
 from hugging_face import HuggingFace
-from measure import SPECIAL
 from torch.nn.attention.flex_attention import flex_attention
 
 from electra_dist.config import ObjectiveConfig
@@ -40,18 +38,18 @@ def test_the_smoke_run_needs_nothing_but_what_is_listed(
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "out").glob("gpu-smoke-*.json")
     record = json.loads(file.read_text())
-    assert list(record)[-11:] == [
-        *("ceilings", "profile", "attention", "deepspeed", "steps", "values"),
-        *("heads", "operations", "rivals", "more_steps", "modern"),
+    assert list(record)[-13:] == [
+        *("ceilings", "profile", "attention", "deepspeed", "steps", "values", "integers"),
+        *("heads", "operations", "fusions", "rivals", "more_steps", "modern"),
     ]
-    parts = ("ceilings", "profile", "steps", "heads", "operations", "more_steps", "modern")
+    parts = ("ceilings", "profile", "steps", "heads", "operations", "fusions", "more_steps", "modern")
     times = [row for part in parts for row in record[part] if "kernels" not in row]
     assert {row["operation"] for row in times} >= {"copy", "head M=24", "discriminator tail", "step B=1", "step B=4"}
-    assert "ours, compiled layers (reference)" in {row["by"] for row in times}
+    ours = {"ours, compiled layers (reference)", "ours without mlm_head", "ours, activations again"}
+    assert ours <= {row["by"] for row in times}
     assert all(row["ms"] >= 0 for row in times)
-    assert {row.get("dtype") for row in record["values"]} == {"float32", "bfloat16", None}
-    assert {"replace + label", "sample"} <= {row["operation"] for row in record["values"]}
-    assert all(row["right"] for row in record["values"])
+    assert {row["dtype"] for row in record["values"]} == {"float32", "bfloat16"}
+    assert all(row["right"] for part in ("values", "integers") for row in record[part])
     compiled = [row for row in times if "compiled" in row["by"]]
     assert len(compiled) == 6
     assert all(row["graphs"] > 0 for row in compiled)  # none became eager silently
@@ -85,7 +83,7 @@ def test_large_has_the_slots_of_the_model() -> None:
 
 def test_the_rival_passes_a_mask_of_its_own_type_and_never_waits() -> None:
     """A GPU's attention kernels refuse an fp32 mask with bf16 queries; `meta` tensors refuse to be read."""
-    bench = StepBench(Setup("cpu", True, ("reference",)))
+    bench = StepBench("cpu", "reference", smoke=True)
     masks: list[tuple[torch.dtype, torch.dtype]] = []
     attend = F.scaled_dot_product_attention
 
@@ -96,8 +94,8 @@ def test_the_rival_passes_a_mask_of_its_own_type_and_never_waits() -> None:
     rival = HuggingFace(bench.towers, bench.config.objective, SPECIAL, gathered=True, packed=True)
     rival = rival.to("meta", torch.bfloat16)
     with mock.patch.object(F, "scaled_dot_product_attention", recorded):
-        mlm, rtd = rival(bench.ids(2).to("meta"), torch.arange(2, device="meta"), 0, 1)
-    (mlm + rtd).backward()
+        losses = rival(bench.ids(2).to("meta"), torch.arange(2, device="meta"), 0, 1)
+    (losses.mlm + losses.rtd).backward()
     assert len(masks) == 4  # two layers in each tower
     assert all(mask in (query, torch.bool) for mask, query in masks)
 

@@ -69,7 +69,7 @@ def test_the_file_is_whole_after_every_case(tmp_path: Path, monkeypatch: pytest.
     # A process that ends while it writes leaves the file as it was.
     monkeypatch.setattr(recording.json, "dumps", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        recorder.run_part("part", lambda: iter([_passing("d")]))
+        recording.write_atomically(recorder.record, path)
     assert path.read_text() == whole
 
 
@@ -122,11 +122,11 @@ def test_the_next_process_gets_the_options_the_file_and_the_time_that_is_left(
 ) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "9", "--parts", "heads,rivals"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "9", "--parts", "heads,fusions"])
     recorder = Recorder({}, tmp_path / "gpu.json", 120)
     gpu._start_again(recorder)
     *command, minutes = started[0]
-    assert command[2:] == ["--resume", str(tmp_path / "gpu.json"), "--parts", "heads,rivals", "--minutes"]
+    assert command[2:] == ["--resume", str(tmp_path / "gpu.json"), "--parts", "heads,fusions", "--minutes"]
     assert 1.9 < float(minutes) <= 2
 
 
@@ -152,8 +152,7 @@ def test_only_what_is_ours_fails_the_run(
         yield Case("first", by, "check", lambda: [{"operation": "first", "by": by, **facts}])
         yield Case("second", by, "check", lambda: ran.append("second") or [])
 
-    monkeypatch.setattr(gpu, "PARTS", {"part": ()})
-    monkeypatch.setattr(gpu, "cases_of", lambda *_: cases())
+    monkeypatch.setattr(gpu, "all_parts", lambda *_: {"part": cases})
     if ends_with is None:
         gpu.main()
     else:

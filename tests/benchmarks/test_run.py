@@ -36,7 +36,7 @@ def test_a_ratio_is_taken_within_each_round() -> None:
 def _benchmark(fault: str = "") -> ModuleType:
     def measure_it(arguments: Namespace) -> Found:
         line = ResultLine("what", f"{arguments.rounds} rounds", "2 x")
-        return Found([line], {"found": arguments.size}, fault)
+        return Found([line], {"found": arguments.size}, fault, packages=["no-such-package"])
 
     module = ModuleType("head", "Which?")
     module.ROUNDS = 7
@@ -52,6 +52,7 @@ def test_a_record_names_what_repeats_it(tmp_path: Path, monkeypatch: pytest.Monk
     record = json.loads(file.read_text())
     assert record["command"] == "python benchmarks/run.py head --size 4 --smoke"
     assert (record["found"], record["smoke"]) == (4, True)
+    assert record["packages"] == {"no-such-package": "not installed"}
     assert record["lines"] == [{"what": "what", "value": "1 rounds", "ratio": "2 x"}]
     assert {"hardware", "versions", "commit", "date"} <= record.keys()
 

@@ -43,8 +43,9 @@ def test_both_sides_of_the_step_have_equal_losses(tmp_path: Path) -> None:
 def test_readers_read_the_same_rows(tmp_path: Path) -> None:
     record = _run("loader", tmp_path)
     ways = record["ways"]
-    assert ways.keys() == {"ours", "webdataset", "webdataset, blocks"}
+    assert {"ours", "webdataset", "webdataset, blocks"} <= ways.keys()
     assert {(way["rows"], way["digest"]) for way in ways.values()} == {(2048, ways["ours"]["digest"])}
+    assert set(record["packages"]) == {"electra-dist", "webdataset", "mosaicml-streaming", "litdata"}
     assert [first["epochs"] for first in record["first_batches"]] == [0.0, 0.1, 0.5, 0.99, 1000.5]
     assert all(first["seconds"] > 0 and 256 * 512 < first["memory_bytes"] < 100e6 for first in record["first_batches"])
 
@@ -67,7 +68,6 @@ def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     record = _run("corpus_builder", tmp_path)
     assert record["text_tokens"] > 10_000
     assert {"ours", "tokenizers", "datatrove"} <= record["workers"]["1"].keys()
-    assert set(record["packages"]) == {"tokenizers", "datatrove", "datasets"}
     assert record["workers"]["1"]["ours"]["memory_bytes"] > 20e6
     assert len(one_only) == 2  # the count and one timed round
 

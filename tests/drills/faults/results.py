@@ -15,7 +15,7 @@ from drills.faults.campaign import Campaign
 from drills.faults.kinds import ALL_FAULTS
 from electra_launcher.chaos.drill import Hit
 
-from benchmarks.measure import cpu_and_memory
+from benchmarks.measure import hardware
 from electra_dist.run.environment_record import commit, versions
 
 
@@ -31,7 +31,7 @@ def make_record(drill: Campaign) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"make faults (seed {drill.seed}, {len(drill.hits)} faults)",
         "smoke": False,
-        "hardware": cpu_and_memory(),
+        "hardware": hardware(),
         "versions": versions(),
         "commit": commit(),
         "seed": drill.seed,
