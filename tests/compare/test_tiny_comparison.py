@@ -87,6 +87,24 @@ def test_the_comparison_of_an_evening_makes_runs_of_the_whole_one() -> None:
     assert evening.items() <= runs_of(*worth("compare_worth.yaml")).items()
 
 
+def test_the_small_comparison_differs_from_the_whole_one_in_its_budget_and_its_chosen_rates() -> None:
+    small, small_plan = worth("compare_worth_small.yaml")
+    whole, whole_plan = worth("compare_worth.yaml")
+
+    assert small.criterion == whole.criterion and small.seeds == whole.seeds
+    run_of = {run.name: run.config for run in whole_plan.runs}
+    rates = {entry.name: entry.lr for entry in whole.objectives}
+    for run in small_plan.runs:
+        same = run_of[run.name]
+        assert (run.config.objective, run.config.model) == (same.objective, same.model)
+        assert (run.config.data, run.config.corpus) == (same.data, same.corpus)
+        assert run.config.optimizer.lr in rates[run.entry]
+        # Warm-up is the same share of the steps.
+        share = run.config.train.num_steps / same.train.num_steps
+        assert share == pytest.approx(2000 / 7500, rel=1e-3)
+        assert run.config.optimizer.warmup_steps == pytest.approx(share * same.optimizer.warmup_steps, abs=1)
+
+
 def test_the_arms_on_modernberts_layers_search_their_rates_and_differ_in_what_their_names_say() -> None:
     compare, plan = worth("compare_worth.yaml")
     base = load_config(CONFIGS / "compare_worth_base.yaml")

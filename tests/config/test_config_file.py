@@ -20,6 +20,7 @@ OTHERS = (
     "compare_tiny_rtd.yaml",
     "compare_worth.yaml",
     "compare_worth_evening.yaml",
+    "compare_worth_small.yaml",
     "corpus_prepare.yaml",
 )
 RUNNABLE = sorted(p for p in CONFIGS.glob("*.yaml") if p.name not in ("defaults.yaml", *OTHERS))
