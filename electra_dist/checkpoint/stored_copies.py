@@ -218,7 +218,7 @@ def checkpoints_of_step(stores: Sequence[Store], step: int) -> list[Checkpoint]:
 
 
 def has_withdrawn(stores: Sequence[Store]) -> bool:
-    """Return whether the run has given up a checkpoint in one of the stores itself, as a rollback does."""
+    """Return whether a store has a checkpoint that the run itself gave up, as a rollback does."""
     for store in stores:
         for key in store.list("step-"):
             _, _, name = key.partition("/")

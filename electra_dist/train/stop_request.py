@@ -101,7 +101,7 @@ class StopRequest:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal as a request to stop; on Ctrl-C after an earlier request, raise KeyboardInterrupt."""
+        """Record a signal as a request to stop; raise KeyboardInterrupt on a Ctrl-C after an earlier request."""
         if number == signal.SIGINT and self.reason and not self._was_passed_on:
             raise KeyboardInterrupt
         self._was_passed_on = number == INTERRUPT_SIGNAL

@@ -156,7 +156,7 @@ def _case(
     other_types: dict[str, str] | None = None,
     dtype: str = "bf16",
 ) -> KernelCase:
-    """Return the case of a kernel whose arguments have the types of `_TYPES` or, first of all, of `other_types`."""
+    """Return a case; the type of an argument is that in `other_types` or, if it is not there, in `_TYPES`."""
     type_of = _TYPE_OF | (other_types or {})
     types = {argument: type_of[argument] for argument in kernel.arg_names if argument not in constants}
     return KernelCase(name, kernel, types, constants, [name for name in types if name in _DIVISIBLE], num_warps, dtype)
