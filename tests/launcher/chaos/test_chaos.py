@@ -173,23 +173,25 @@ def test_a_difference_of_one_bit_in_one_loss_is_found(tmp_path: Path) -> None:
     )
 
 
-def test_the_picture_shows_both_runs_every_fault_in_its_group_and_how_far_the_losses_are_apart(tmp_path: Path) -> None:
+def test_the_picture_shows_both_losses_of_both_runs_how_far_they_are_apart_and_every_fault_in_its_group(
+    tmp_path: Path,
+) -> None:
     reference = write_metrics(tmp_path / "reference", [5.0, 4.0, 3.0])
-    hits = [Hit(kind=kind, step=2, what="") for kind in ("kill", "hang", "flip", "disk", "s3-500")]
-    losses, difference = fault_figure(reference, write_metrics(tmp_path / "same", [5.0, 4.0, 3.0]), hits).axes
-    labels = losses.get_legend_handles_labels()[1]
-    assert labels[:2] == ["uninterrupted run", "run with 5 faults"]
-    assert sorted(labels[2].splitlines()) == [
-        "1 files damaged",
-        "2 failures of the storage",
-        "2 processes killed or frozen",
-    ]
-    assert list(losses.lines[2].get_xdata()) == [2] * 5
-    assert difference.get_title().endswith("exactly 0 at every step")
+    kinds = ("kill", "hang", "flip", "disk", "s3-500")
+    hits = [Hit(kind=kind, step=step, what="") for step, kind in enumerate(kinds, start=2)]
+    generator, discriminator, faults = fault_figure(
+        reference, write_metrics(tmp_path / "same", [5.0, 4.0, 3.0]), hits
+    ).axes
+    assert generator.get_legend_handles_labels()[1] == ["uninterrupted run", "run with faults"]
+    for axes in (generator, discriminator):
+        assert axes.get_title().endswith("exactly 0 at every step")
+    groups = ["process killed or frozen: 2", "file damaged: 1", "storage failed: 2"]
+    assert [label.get_text() for label in faults.get_yticklabels()] == groups
+    assert [list(line.get_xdata()) for line in faults.lines] == [[2, 3], [4], [5, 6]]
     other = write_metrics(tmp_path / "other", [5.0, 4.0, 3.5])
-    _, difference = fault_figure(reference, other, hits).axes
-    assert list(difference.lines[0].get_ydata()) == [0, 0, 0.5]
-    assert difference.get_title().endswith("up to 0.5")
+    for axes in fault_figure(reference, other, hits).axes[:2]:
+        assert list(axes.lines[1].get_ydata()) == [5.0, 4.0, 3.5]
+        assert axes.get_title().endswith("up to 0.5")
 
 
 def test_each_kind_of_process_fault_is_injected_observed_and_survived(
