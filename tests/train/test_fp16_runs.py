@@ -81,7 +81,7 @@ def test_run_with_overflows_continues_exactly_right_after_one_and_its_rows_are_v
     verified = CliRunner().invoke(app, ["verify", str(run_dir)])
     assert verified.exit_code == 0, verified.output
     assert f"{len(overflows)} steps were skipped" in verified.output
-    assert "good: trained on" in verified.output
+    assert "good: exactly the planned rows" in verified.output
     # Without the metrics the checkpoints' own list of these steps suffices.
     (run_dir / "metrics.jsonl").unlink()
     assert CliRunner().invoke(app, ["verify", str(run_dir)]).exit_code == 0

@@ -148,7 +148,7 @@ def _print_result(run: Path, result: AuditResult, expected: Expected, corpora: C
     use_of_rows = _use_of_corpora(last.step, expected, corpora)
     if skipped_steps:
         use_of_rows += ", less those of the skipped steps"
-    out.print(f"good: trained on {last.receipt.rows:,} rows: {use_of_rows}; receipt {last.receipt.hex}")
+    out.print(f"good: exactly the planned rows were used: {use_of_rows}; receipt {last.receipt.hex}")
 
 
 def _use_of_corpora(num_steps: int, expected: Expected, corpora: Corpora) -> str:
@@ -179,16 +179,14 @@ def _use_of_rows(num_used: int, rows_per_epoch: int) -> str:
     num_epochs, num_further_rows = divmod(num_used, rows_per_epoch)
     if num_further_rows == 0:
         return f"each of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs)}"
+    some_rows = f"{num_further_rows:,} of the {rows_per_epoch:,} rows of the corpus"
+    if num_epochs == 0:
+        return f"{some_rows}, each once"
     num_other_rows = rows_per_epoch - num_further_rows
-    return (
-        f"{num_further_rows:,} of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs + 1)}, the other "
-        f"{num_other_rows:,} {_times(num_epochs)}"
-    )
+    return f"{some_rows} {_times(num_epochs + 1)}, the other {num_other_rows:,} {_times(num_epochs)}"
 
 
 def _times(count: int) -> str:
-    if count == 0:
-        return "not yet"
     return "once" if count == 1 else f"{count:,} times"
 
 
