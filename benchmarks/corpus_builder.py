@@ -60,7 +60,7 @@ def compare(text: Text, rounds: int) -> Json:
     if len(set(counts.values())) > 1:
         sys.exit(
             f"the ways find different numbers of text tokens, {counts}: not the same work, so times cannot be "
-            "compared; give the tokenizer in corpus_builder_ways.py the settings of electra_dist/wordpiece.py"
+            "compared; give the tokenizer in corpus_builder_ways.py the settings of electra_dist/tokenizer.py"
         )
     num_tokens = counts["ours"]
     text_bytes = sum(len(line.encode()) + 1 for line in text.lines)

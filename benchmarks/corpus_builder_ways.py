@@ -36,8 +36,7 @@ from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import InputFile, find_inputs
 from electra_dist.corpus.inputs.text_decoding import decode
 from electra_dist.corpus.inputs.text_readers import DocumentStream
-from electra_dist.tokenizer import VOCAB_FILE, Vocabulary
-from electra_dist.wordpiece import MAX_WORD_CHARS
+from electra_dist.tokenizer import MAX_WORD_CHARS, VOCAB_FILE, Vocabulary
 
 LINES_A_CALL = 2048  # Lines in one call of the library tokenizers.
 NUM_FILES = 8  # Files into which the documents are divided, so that several workers have work.

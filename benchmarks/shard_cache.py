@@ -28,7 +28,7 @@ from electra_dist.data.manifest import read_manifest
 from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 CACHE_SHARES = (0.5, 0.75, 0.9)  # size of the cache as a share of the corpus
 _SEED = 42

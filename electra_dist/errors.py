@@ -7,6 +7,8 @@ the place, what is wrong and the next step. Any function that reads or writes a 
 
 from __future__ import annotations
 
+import shlex
+
 from electra_dist.escapes import printable
 
 EXIT_DONE = 0  # The target step is reached; do not requeue.
@@ -89,3 +91,22 @@ class StorageLost(StoreAway):
 
 class TornCheckpoint(Exception):
     """Error for a checkpoint that differs from its manifest or belongs to another run; loading then tries another."""
+
+
+def missing_packages(purpose: str, extra: str) -> UserError:
+    """Return the error of one line that `purpose` needs packages: those of the extra `extra` of setup.py.
+
+    Its pip command names the packages, not the extra, so that it works beside a clone and beside an installed wheel.
+    """
+    from importlib.metadata import PackageNotFoundError, requires  # here, because most processes need none of this
+
+    from packaging.requirements import Requirement
+
+    try:
+        lines = requires("electra-dist") or []
+    except PackageNotFoundError:  # it runs without being installed
+        lines = []
+    needed = [Requirement(line) for line in lines]
+    chosen = [f"{one.name}{one.specifier}" for one in needed if one.marker and one.marker.evaluate({"extra": extra})]
+    packages = shlex.join(chosen or [f".[{extra}]"])
+    return UserError(f"{purpose} needs packages that are not installed; run: pip install {packages}")

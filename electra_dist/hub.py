@@ -17,8 +17,7 @@ import functools
 import re
 from pathlib import Path
 
-from electra_dist.errors import StorageLost, UserError
-from electra_dist.optional_packages import missing_packages
+from electra_dist.errors import StorageLost, UserError, missing_packages
 
 HUB_SCHEME = "hf://"
 _NAME = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")

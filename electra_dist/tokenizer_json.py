@@ -44,7 +44,7 @@ def one_text_error(text: str) -> UserError:
 
 class TokenizerJson:
     """A loaded tokenizer.json: its tokens and their ids, its special tokens, and an encoder of text.
-    It encodes text with the methods of `WordPieceTokenizer` (`wordpiece.py`).
+    It encodes text with the methods of `WordPieceTokenizer` (`tokenizer.py`).
 
     Attributes:
         ids: Token -> id, with added and special tokens.

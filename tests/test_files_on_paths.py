@@ -23,7 +23,7 @@ from support.s3_fixtures import moto as s3
 from support.s3_server import S3Server
 from support.trace_run import Function, function_of
 
-from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.reader import load_newest
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CorpusConfig, DataConfig
 from electra_dist.corpus.builder.build_corpus import build_corpus
@@ -33,7 +33,7 @@ from electra_dist.data.corpora import open_corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.shard_cache import open_cache
 from electra_dist.engine.process_group import init_distributed
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 __all__ = ["bucket", "s3"]
 

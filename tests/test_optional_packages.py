@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 from packaging.requirements import Requirement
 
-from electra_dist.optional_packages import missing_packages
+from electra_dist.errors import missing_packages
 
 
 @pytest.mark.parametrize(

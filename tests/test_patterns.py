@@ -171,7 +171,7 @@ PATTERNS = all_patterns()
 def test_the_patterns_are_found() -> None:
     files = {pattern.file for pattern in PATTERNS}
     assert len(PATTERNS) > 50
-    assert "electra_dist/corpus/prepare/plain_words.py" in files
+    assert "electra_dist/corpus/prepare/filter_steps.py" in files
     assert "electra_dist/store/s3/answers.py" in files
 
 

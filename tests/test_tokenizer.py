@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from support.corpus_texts import make_vocabulary
 
 from electra_dist.errors import UserError
-from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary
-from electra_dist.wordpiece import WordPieceTokenizer
+from electra_dist.tokenizer import SPECIAL_TOKENS, Vocabulary, WordPieceTokenizer
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +55,7 @@ def test_literal_special_tokens_are_words(vocabulary: Vocabulary) -> None:
 
 
 def test_the_dictionary_stays_small(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("electra_dist.wordpiece._MAX_KNOWN_WORDS", 10)
+    monkeypatch.setattr("electra_dist.tokenizer._MAX_KNOWN_WORDS", 10)
     tokenizer = WordPieceTokenizer(vocabulary.ids, True)
     many = [f"w{number}" for number in range(40)]
     once = tokenizer.encode(many)

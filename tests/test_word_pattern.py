@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from electra_dist.corpus.prepare.plain_words import PlainWords
+from electra_dist.corpus.prepare.filter_steps import PlainWords
 from electra_dist.finetune.task_metrics import bm25_scores
 from electra_dist.word_pattern import WORD_PATTERN
 

@@ -21,17 +21,16 @@ from typing import Literal, NamedTuple
 import torch
 
 from electra_dist.checkpoint.commit import best_first, held_out_score
-from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.owner import Owner
+from electra_dist.checkpoint.manifest import Fragment, RunState
 from electra_dist.checkpoint.reader import CheckpointReader
 from electra_dist.checkpoint.stored_copies import (
     Checkpoint,
+    Owner,
     checkpoints,
     checkpoints_of_step,
     copies_of_each,
     first_good,
 )
-from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreError, TornCheckpoint, UserError
 from electra_dist.store.interface import Store
 

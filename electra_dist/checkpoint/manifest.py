@@ -26,12 +26,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 
 from electra_dist.errors import TornCheckpoint
 from electra_dist.store.json_file import canonical_json, parse_json
+
+if TYPE_CHECKING:  # Commands that only read a manifest answer sooner.
+    import torch
 
 MANIFEST = "manifest.json"
 Kind = Literal["master", "exp_avg", "exp_avg_sq"]
@@ -75,6 +78,18 @@ class TensorEntry:
     def size_bytes(self) -> int:
         """Return the number of bytes that the tensor takes in its file, 4 for each element."""
         return 4 * self.numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """A range of one parameter that a rank holds: elements [start, start + numel) of the flattened parameter.
+    Its weights and optimizer moments are views, which share memory with the tensors of the training state.
+    """
+
+    name: str  # of the parameter
+    start: int  # first element, counted in the flattened parameter
+    numel: int  # number of elements
+    views: dict[Kind, torch.Tensor]  # kind -> writable 1-D fp32 view of `numel` elements
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,17 +24,17 @@ from typing import Any, Literal
 import torch
 
 from electra_dist.checkpoint.commit import leftovers, newest_attempt, run_of_attempt, sweep
-from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Kind, Manifest, RunState
-from electra_dist.checkpoint.owner import OtherRun, Owner
+from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Fragment, Kind, Manifest, RunState
 from electra_dist.checkpoint.reader import CheckpointReader, verify
 from electra_dist.checkpoint.stored_copies import (
     SET_ASIDE,
     SET_ASIDE_REASON,
     WITHDRAWN,
     Checkpoint,
+    OtherRun,
+    Owner,
     parse_folder,
 )
-from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.errors import StoreError, StoreMissing, TornCheckpoint
 from electra_dist.store.interface import Store
 

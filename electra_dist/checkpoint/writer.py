@@ -7,6 +7,14 @@ which stores this rank's file and, on rank 0, commits; so a target that is full 
 is raised first, because it says that this process must not write any more. Another thread then deletes old
 checkpoints; the next save may begin while it does. An error of a deletion hides no error of a save.
 
+Equal tensors give equal files. Their format is that of the safetensors library (8-byte little-endian header length,
+JSON header, raw little-endian data), which can read the files. The library's own writer is not used, because it copies
+the tensors, and because the name of the file, with the digest of the header, must be known before the file is written.
+Under the key `sha256` of its `__metadata__`, the header holds the tensors' digests: one string with 64 hexadecimal
+digits for each tensor, in their order. A tensor of more than `PIECE` elements is stored in pieces, each with its own
+digest, which can only be checked over the whole range that it covers. With pieces, a rank that needs a part of a
+tensor reads and hashes little more than that part.
+
 Cost: one fp32 copy of the rank's state in host memory, pinned on GPU machines and reused by every save. At most one
 save is in flight: the next one waits for it, and reports how long it waited.
 
@@ -17,6 +25,8 @@ The free space is compared without quotas, and without what other processes will
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import threading
 import time
@@ -30,15 +40,78 @@ import torch
 from typing_extensions import override
 
 from electra_dist.checkpoint.commit import Fenced, HeldOutScore, commit, retain
-from electra_dist.checkpoint.manifest import KINDS, RunState
+from electra_dist.checkpoint.manifest import KINDS, LENGTH_BYTES, FileEntry, Fragment, Kind, RunState
 from electra_dist.checkpoint.stored_copies import Checkpoint
-from electra_dist.checkpoint.tensor_file import Fragment, Tensor, TensorFile
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.atomic_files import nearest_folder
 from electra_dist.store.interface import Store, in_parallel
 from electra_dist.version import DEEPSPEED
 
+PIECE = 1 << 22  # elements of fp32: 16 MiB
 _WAIT_SLICE_S = 1.0  # seconds between two calls of `on_wait`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Values to write to a tensor file: consecutive elements of a flattened parameter, or of one of its moments."""
+
+    kind: Kind  # master weight, or first or second moment of the optimizer
+    name: str  # of the parameter
+    start: int  # element of the parameter at which `values` begins
+    values: torch.Tensor  # 1-D, fp32, contiguous, on the CPU
+
+    def pieces(self) -> list[Tensor]:
+        """Cut the tensor into pieces of at most `PIECE` elements, in order, which share its memory."""
+        return [
+            Tensor(kind=self.kind, name=self.name, start=self.start + begin, values=self.values[begin : begin + PIECE])
+            for begin in range(0, len(self.values), PIECE)
+        ]
+
+
+class TensorFile:
+    """A rank's tensor file, ready to be written: a header with the digests of `tensors`, then these in their order."""
+
+    def __init__(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Compute the digests; the tensors must not change before the file is stored."""
+        self._pieces = [piece for tensor in tensors for piece in tensor.pieces()]
+        self.header = _header(self._pieces)
+        self.entry = FileEntry(
+            rank=rank,
+            size_bytes=len(self.header) + sum(4 * len(piece.values) for piece in self._pieces),
+            header_bytes=len(self.header),
+            header_sha256=hashlib.sha256(self.header).hexdigest(),
+        )
+
+    @property
+    def pieces(self) -> list[bytes | memoryview]:
+        """Return the bytes of the file in pieces, in their order: the header, and the memory of the tensors."""
+        return [self.header, *map(_bytes_of, self._pieces)]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor's values, without a copy."""
+    assert tensor.values.dtype == torch.float32
+    assert tensor.values.is_contiguous()
+    assert tensor.values.device.type == "cpu"
+    return tensor.values.numpy().data.cast("B")
+
+
+def _header(pieces: Sequence[Tensor]) -> bytes:
+    """Return the header of a safetensors file that lists `pieces` as `KIND|PARAMETER|START`, with their digests.
+    The JSON is padded to a multiple of 8 bytes, as the format asks, so that the data after it are aligned.
+    """
+    digests = "".join(hashlib.sha256(_bytes_of(piece)).hexdigest() for piece in pieces)
+    table: dict[str, object] = {"__metadata__": {"sha256": digests}}
+    offset = 0  # of a tensor's data, counted from the end of the header
+    for piece in pieces:
+        end = offset + 4 * len(piece.values)
+        name = f"{piece.kind}|{piece.name}|{piece.start}"
+        table[name] = {"dtype": "F32", "shape": [len(piece.values)], "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    num_spaces = -len(text) % 8  # up to the next multiple of 8
+    text += b" " * num_spaces
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.checkpoint.owner import owner_of
-from electra_dist.checkpoint.stored_copies import open_targets
+from electra_dist.checkpoint.stored_copies import open_targets, owner_of
 from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
 from electra_dist.compare.comparison_config import RANDOM, CompareConfig
 from electra_dist.compare.comparison_page import RunState, comparison_page

@@ -29,11 +29,12 @@ from electra_dist.corpus.counts import (
     SKIPPED,
     SKIPPED_BYTES,
     Counts,
+    TextShape,
     most_frequent,
+    remark_on_shape,
     skipped_documents,
 )
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
-from electra_dist.corpus.text_shape import TextShape, remark_on_shape
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.json_file import find_document

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.checkpoint.manifest import Fragment
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
 from electra_dist.engine.zero import layout_of

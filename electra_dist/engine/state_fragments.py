@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from electra_dist.checkpoint.manifest import KINDS, Kind
-from electra_dist.checkpoint.tensor_file import Fragment
+from electra_dist.checkpoint.manifest import KINDS, Fragment, Kind
 from electra_dist.engine.adamw import MOMENTS, ForeachAdamW, moments_of
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.zero import layout_of

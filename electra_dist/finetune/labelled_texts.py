@@ -28,8 +28,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from electra_dist.corpus.counts import most_frequent
-from electra_dist.corpus.text_shape import remarks_on_texts
+from electra_dist.corpus.counts import most_frequent, remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.tables import (
     SAVED_STATE,

@@ -36,10 +36,10 @@ from electra_kernels.operation_types import SpecialIds
 from torch import nn
 from typing_extensions import override
 
+from electra_dist.errors import missing_packages
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.attention import derive
 from electra_dist.model.encoder import DropoutKeys
-from electra_dist.optional_packages import missing_packages
 from electra_dist.pretrained.encoder import Pretrained
 from electra_dist.pretrained.hf import ELECTRA, Family, State, family_of, to_hf
 from electra_dist.pretrained.hf_settings import hf_config

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
-from electra_dist.corpus.text_shape import remarks_on_texts
+from electra_dist.corpus.counts import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import MOST_DATA_BYTES, read_regular, readable
 from electra_dist.store.json_file import DamagedJson, parse_json, validate_json

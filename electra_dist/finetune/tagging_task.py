@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
-from electra_dist.corpus.text_shape import remarks_on_texts
+from electra_dist.corpus.counts import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import count_names, held_out_rows, list_names
 from electra_dist.finetune.task import Task, TaskOutcome, TextFile, label_weights

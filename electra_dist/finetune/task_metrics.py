@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
+from electra_dist.errors import missing_packages
 from electra_dist.finetune.stored_scores import ItemResults
-from electra_dist.optional_packages import missing_packages
 from electra_dist.word_pattern import WORD_PATTERN
 
 try:

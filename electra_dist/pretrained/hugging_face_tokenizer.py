@@ -26,9 +26,8 @@ from electra_dist.pretrained.hf import MODERNBERT
 from electra_dist.pretrained.hf_folders import PRETRAINING_FILE, check_tokenizer_files
 from electra_dist.store.atomic_files import read_regular, readable
 from electra_dist.store.json_file import read_json_object
-from electra_dist.tokenizer import BYTE_ORDER_MARK, SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
+from electra_dist.tokenizer import BYTE_ORDER_MARK, MAX_WORD_CHARS, SPECIAL_TOKENS, VOCAB_FILE, Vocabulary
 from electra_dist.tokenizer_json import ends_of_rows, rows_of_bert
-from electra_dist.wordpiece import MAX_WORD_CHARS
 
 _AGAIN = "download or export the model again"  # next step in messages about a damaged file
 _TOKENIZER_FILE = "tokenizer.json"

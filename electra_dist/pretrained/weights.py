@@ -39,8 +39,7 @@ from electra_dist.checkpoint.chosen_weights import (
     report_nothing,
 )
 from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.owner import owner_of
-from electra_dist.checkpoint.stored_copies import open_targets
+from electra_dist.checkpoint.stored_copies import open_targets, owner_of
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config, ModelConfig, TrainConfig
 from electra_dist.data.manifest import TokenizerEntry

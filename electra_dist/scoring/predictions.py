@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from electra_dist.corpus.text_shape import remarks_on_texts
+from electra_dist.corpus.counts import remarks_on_texts
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import (
     LabelTargets,

@@ -59,7 +59,7 @@ class TunedModel:
 
         The model is on the GPU if there is one. Raises UserError if transformers is not installed.
         """
-        from electra_dist.optional_packages import missing_packages
+        from electra_dist.errors import missing_packages
 
         try:
             import transformers

@@ -29,8 +29,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from typing_extensions import override
 
-from electra_dist.errors import StoreError, StoreMissing, UserError
-from electra_dist.optional_packages import missing_packages
+from electra_dist.errors import StoreError, StoreMissing, UserError, missing_packages
 from electra_dist.store.failure_kinds import (
     CHECK_SERVICE,
     NOT_FOUND,

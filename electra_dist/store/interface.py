@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.patience import Patience
-from electra_dist.store.wait_reporter import act_for, acting_thread
+from electra_dist.store.patience import Patience, act_for, acting_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -2,14 +2,17 @@
 
 Guarantee: an operation that is called through a `Patience` succeeds, or raises its own error if no wait helps
 (`failure_kinds.py` decides), or raises StorageLost with the first failure after `limit_s` seconds without progress. So
-it ends. A wait for storage that is away (full, read-only, unreachable) is shown from its first second, as
-`wait_reporter.py` says; a fault that should pass at once, such as a broken connection, if it lasts longer than a
-second. Every store has a `Patience`, and all its operations wait by themselves.
+it ends. A wait for storage that is away (full, read-only, unreachable) is shown from its first second; a fault that
+should pass at once, such as a broken connection, if it lasts longer than a second. However many threads wait at the
+same time, one line on stderr says that the first wait began and one that storage is back, and `on_wait` is called
+about once a second. Every store has a `Patience`, and all its operations wait by themselves.
 
 How: the pause before try k = 0, 1, ... is random, uniform in [0, min(longest_pause_s, first_pause_s * 2**k)], so that
 a thousand ranks that failed together do not try again together. Bytes that a download received count as progress if
 they came at `LEAST_BYTES_PER_S` or faster since the last progress; so one byte a second does not keep it alive. Bytes
-that are wrong although they could be read are read again by `Store.reread`.
+that are wrong although they could be read are read again by `Store.reread`. The owner of a `WaitReporter` is the
+thread that created it; a thread of `in_parallel` waits for the thread that called it (`acting_thread`), so its wait
+counts as the owner's.
 
 Limits: a call that blocks in the operating system, or a request that has begun, cannot be interrupted, so it may
 exceed the limit. An operation must be repeatable after a failure.
@@ -17,25 +20,29 @@ exceed the limit. An operation must be repeatable after a failure.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import math
 import random
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from electra_dist.errors import StorageLost, StoreAway, StoreMissing, error_line
+from electra_dist.escapes import printable
 from electra_dist.store.failure_kinds import NOT_FOUND, Failure, FailureKind, is_worth_waiting_for, kind_of_error
-from electra_dist.store.wait_reporter import BEAT_S, WaitReporter, acting_thread, print_line
 
 COMMAND_PATIENCE_S = 180.0  # patience of a store that is opened without one
 LEAST_BYTES_PER_S = 16 << 10  # a slower connection counts as failed
 _LEAST_PAUSE_S = 0.001  # with less time left, an operation gives up
 _QUIET_S = 1.0  # a fault that should pass at once is shown when it has lasted this long
+_BEAT_S = 1.0  # `on_wait` is called this often
 # After so many answers "not found", or when the patience ends with nothing but such answers, an object that a manifest
 # names counts as missing. One answer is too few: a faulty service gives it, up to a few times in a row, for objects
 # that exist, and a checkpoint with a missing file is set aside. The pauses between five are 1.5 s together at most.
@@ -43,6 +50,118 @@ _TRIES_MISSING = 5
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_acting = threading.local()
+
+
+def print_line(text: str) -> None:
+    """Print a line to stderr; do nothing if stderr is a file on storage that does not respond."""
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def acting_thread() -> int:
+    """Return the thread for which this one works: itself, or the caller of `in_parallel` in a thread of its pool."""
+    return getattr(_acting, "thread", threading.get_ident())
+
+
+def act_for(thread: int) -> None:
+    """Record that this thread of a pool works for another thread, which waits for it."""
+    _acting.thread = thread
+
+
+class WaitReporter:
+    """Reporter of waits for storage to its owner, the thread that made it. Any thread may call its methods."""
+
+    def __init__(self, note: Callable[[str], None], clock: Callable[[], float]) -> None:
+        """Call `note` with a line when the first thread begins to wait, and with another when storage is back."""
+        self.on_wait: Callable[[str], None] = lambda reason: None
+        """Called about every second, with the reason, while the owner waits, or a thread of `in_parallel` for it. When
+        the wait is over, it is called once with an empty text."""
+        self._note = note
+        self._clock = clock
+        self._owner = threading.get_ident()
+        self._lock = threading.Lock()
+        self._reasons: dict[int, str] = {}  # thread that waits, if that is shown -> first failure of its operation
+        self._owners_threads: set[int] = set()  # threads of `_reasons` that the owner waits for
+        self._began = 0.0  # when the first of the present waits began
+        self._last_beat = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Return why a thread waits for storage now (its first failure, as one line), or "" if none waits."""
+        return next(iter(list(self._reasons.values())), "")
+
+    def begin(self, reason: str, limit_s: float) -> bool:
+        """Record that this thread waits up to `limit_s` s for storage; the first thread that waits also notes a line.
+
+        Returns False, and records nothing, if the thread waits already, in an operation that calls this one.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            if thread in self._reasons:
+                return False
+            is_first = not self._reasons
+            self._reasons[thread] = reason
+            if acting_thread() == self._owner:
+                self._owners_threads.add(thread)
+            if is_first:
+                self._began = self._clock()
+                self._last_beat = 0.0
+        if is_first:
+            self._note(f"waiting up to {limit_s:g} s for storage: {reason}")
+        return True
+
+    def end(self, *, is_back: bool) -> None:
+        """End the wait of this thread.
+
+        If the owner waits for nothing any more, call `on_wait` with an empty text. If no thread waits any more and
+        `is_back`, note that storage is back.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            reason = self._reasons.pop(thread)
+            was_owners = thread in self._owners_threads
+            self._owners_threads.discard(thread)
+            is_owner_free = was_owners and not self._owners_threads
+            is_last = not self._reasons
+            waited_s = self._clock() - self._began
+        if is_owner_free:
+            self.on_wait("")
+        if is_last and is_back:
+            self._note(f"storage is back after {waited_s:.0f} s: {reason.partition(';')[0]}")
+
+    def beat(self) -> bool:
+        """Return whether this thread has begun a wait; if the owner is concerned, call `on_wait` with the reason.
+
+        Call it about every second in an operation that takes long while its storage does not respond.
+        """
+        reason = self._reasons.get(threading.get_ident(), "")
+        if reason:
+            self._report(reason)
+        return bool(reason)
+
+    def wait_for(self, future: Future[T]) -> T:
+        """Wait for a future and return its result; report meanwhile that the thread behind it waits for storage."""
+        is_reported = False
+        while not concurrent.futures.wait([future], _BEAT_S).done:
+            reason = self.reason
+            if reason and acting_thread() == self._owner:
+                is_reported = True
+                self._report(reason)
+        if is_reported:
+            self.on_wait("")
+        return future.result()
+
+    def _report(self, reason: str) -> None:
+        if acting_thread() != self._owner:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if now - self._last_beat < _BEAT_S:
+                return
+            self._last_beat = now
+        self.on_wait(reason)
 
 
 class _HasPatience(Protocol):
@@ -256,7 +375,7 @@ class Patience:
         while True:
             self.reporter.beat()
             remaining_s = end - self.clock()
-            if remaining_s <= 0 or self._is_abandoned.wait(min(remaining_s, BEAT_S)):
+            if remaining_s <= 0 or self._is_abandoned.wait(min(remaining_s, _BEAT_S)):
                 return
 
     def storage_lost(self, first_failure: str, waited_s: float) -> StorageLost:

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError
+from electra_dist.errors import StoreAway, StoreError, StoreMissing, UserError, missing_packages
 from electra_dist.hub import HUB_SCHEME, hub_error
-from electra_dist.optional_packages import missing_packages
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.interface import check_key
 from electra_dist.store.json_file import canonical_json

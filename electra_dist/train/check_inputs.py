@@ -14,8 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from electra_dist.checkpoint.owner import Owner, check_one_is_resumable
-from electra_dist.checkpoint.stored_copies import checkpoints, has_withdrawn, open_targets
+from electra_dist.checkpoint.stored_copies import (
+    Owner,
+    check_one_is_resumable,
+    checkpoints,
+    has_withdrawn,
+    open_targets,
+)
 from electra_dist.config import Config
 from electra_dist.config.rules import check_targets_are_separate, check_world_size
 from electra_dist.corpus.build_report import (

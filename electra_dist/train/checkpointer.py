@@ -22,10 +22,9 @@ from typing import Any
 import torch.distributed as dist
 
 from electra_dist.checkpoint.commit import begin_attempt, retain
-from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.manifest import Fragment, RunState
+from electra_dist.checkpoint.reader import Loaded, load_newest
 from electra_dist.checkpoint.repair import copy_to_all
-from electra_dist.checkpoint.restore import Loaded, load_newest
-from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.checkpoint.writer import CheckpointWriter, SaveTiming
 from electra_dist.collectives import from_rank_0
 from electra_dist.config import CheckpointConfig, GuardConfig

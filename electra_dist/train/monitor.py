@@ -34,10 +34,10 @@ from electra_dist.config import ClusterConfig
 from electra_dist.engine.rank_environment import rank_place
 from electra_dist.errors import StoreAway
 from electra_dist.nvml import GpuReading, GpuSampler
+from electra_dist.run.failures import Strike, add_strike
 from electra_dist.run.heartbeat import Heartbeat, Phase, collective_limit_s
-from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.run.this_node import node_name
-from electra_dist.store.wait_reporter import WaitReporter
+from electra_dist.store.patience import WaitReporter
 
 _LOOKS = 3  # log steps in a row at which a straggler must be slow
 _COLLECTIVE_FACTOR = 2.0  # times the hang limit: a supervisor notices a hang first, and records the stacks

@@ -56,9 +56,8 @@ from electra_dist.run.lease import RunLease, hold_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_ledger
 from electra_dist.run.this_node import seconds_since_process_start
 from electra_dist.store.json_file import canonical_json
-from electra_dist.store.patience import Patience, patient
+from electra_dist.store.patience import Patience, patient, print_line
 from electra_dist.store.user_cache import keep_compiled_code
-from electra_dist.store.wait_reporter import print_line
 from electra_dist.train.check_inputs import RunInputs, begins_at_step_0, check_inputs, remarks_on_corpora
 from electra_dist.train.guard import SkipList
 from electra_dist.train.monitor import RankMonitor

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from electra_dist.checkpoint.commit import Fenced
 from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.restore import Loaded
+from electra_dist.checkpoint.reader import Loaded
 from electra_dist.checkpoint.writer import SaveTiming
 from electra_dist.collectives import from_rank_0, gather, reported_exit_code
 from electra_dist.data.loader import RowBatch, RowLoader

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.reader import load_newest
 from electra_dist.collectives import from_rank_0
 
 COLLECTIVES = {name: getattr(distributed_c10d, name) for name in ("broadcast", "all_gather", "all_reduce")}

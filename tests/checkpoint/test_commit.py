@@ -21,8 +21,7 @@ from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.errors import UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.local_store import LocalStore
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import LocalStore, open_store
 from electra_dist.store.patience import Patience
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}

@@ -12,7 +12,7 @@ from support.fault_server import FaultPlan, running_faults
 from support.s3_server import S3Server
 
 from electra_dist.checkpoint import reader
-from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.reader import load_newest
 from electra_dist.errors import StoreError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store

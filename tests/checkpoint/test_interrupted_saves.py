@@ -17,7 +17,7 @@ from electra_dist.checkpoint.stored_copies import check_targets
 from electra_dist.errors import UserError
 from electra_dist.store import atomic_files
 from electra_dist.store.interface import Store
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 RUN = {"identity_sha256": "0" * 64, "corpus_fingerprint": "corpus"}
 

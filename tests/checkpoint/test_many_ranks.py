@@ -20,14 +20,12 @@ from support.counting_store import CountingStore, Service
 
 from electra_dist.checkpoint.commit import Fenced, begin_attempt, commit
 from electra_dist.checkpoint.manifest import KINDS, FileEntry, Manifest, RunState, part
-from electra_dist.checkpoint.reader import CheckpointReader
+from electra_dist.checkpoint.reader import CheckpointReader, load_newest
 from electra_dist.checkpoint.repair import repair
-from electra_dist.checkpoint.restore import load_newest
-from electra_dist.checkpoint.tensor_file import Tensor, TensorFile
-from electra_dist.checkpoint.writer import CheckpointWriter
+from electra_dist.checkpoint.writer import CheckpointWriter, Tensor, TensorFile
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 SIZES = (64, 512, 1024)
 FOLDER = folder_name(10, 1)

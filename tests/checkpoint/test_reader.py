@@ -9,12 +9,11 @@ import pytest
 from support import checkpoints as small
 from support.checkpoints import checkpoint_in, folder_name, verify
 
-from electra_dist.checkpoint import reader, tensor_file
+from electra_dist.checkpoint import reader, writer
 from electra_dist.checkpoint.manifest import KINDS
 from electra_dist.checkpoint.reader import CheckpointReader, requests
 from electra_dist.store.interface import Store
-from electra_dist.store.local_store import LocalStore
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import LocalStore, open_store
 
 
 @pytest.mark.parametrize("saved_by", [1, 2, 3, 7])
@@ -22,7 +21,7 @@ from electra_dist.store.open_store import open_store
 def test_checkpoint_of_any_world_size_loads_at_any_other_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: int, piece: int
 ) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", piece)
+    monkeypatch.setattr(writer, "PIECE", piece)
     store = open_store(str(tmp_path))
     small.save([store], 5, world_size=saved_by)
     opened = CheckpointReader(checkpoint_in(store, folder_name(5, 1)))
@@ -50,7 +49,7 @@ class Recorder(LocalStore):
 def test_ranks_together_read_every_byte_and_each_reads_little_more_than_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", 16)
+    monkeypatch.setattr(writer, "PIECE", 16)
     monkeypatch.setattr(reader, "REQUEST_BYTES", 1000)
     small.save([open_store(str(tmp_path))], 5, world_size=3)
     read_bytes = defaultdict[str, set[int]](set)

@@ -13,12 +13,11 @@ from support.checkpoints import committed, folder_name
 
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.checkpoint.manifest import MANIFEST, RunState
-from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.reader import load_newest
 from electra_dist.checkpoint.stored_copies import SET_ASIDE, set_all_aside
 from electra_dist.errors import StorageLost, StoreAway, StoreError, StoreExhausted, UserError
 from electra_dist.store.interface import Store
-from electra_dist.store.local_store import LocalStore
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import LocalStore, open_store
 from electra_dist.store.patience import Patience
 
 

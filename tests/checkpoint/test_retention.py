@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from electra_dist.checkpoint.commit import NOT_EVALUATED, HeldOutScore, superfluous
 from electra_dist.checkpoint.stored_copies import Checkpoint
 from electra_dist.config import CheckpointConfig
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 CHECKPOINTS = st.lists(
     st.tuples(

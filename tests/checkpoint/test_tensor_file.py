@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from support import checkpoints as small
 
-from electra_dist.checkpoint import tensor_file
+from electra_dist.checkpoint import writer
 from electra_dist.checkpoint.manifest import KINDS, MANIFEST, Manifest, tensors_of_header
-from electra_dist.checkpoint.tensor_file import Tensor, TensorFile
-from electra_dist.store.local_store import LocalStore
+from electra_dist.checkpoint.writer import Tensor, TensorFile
+from electra_dist.store.open_store import LocalStore
 
 
 def test_safetensors_library_reads_the_same_numbers(saved: Path) -> None:
@@ -43,7 +43,7 @@ def test_digests_match_the_bytes_and_cover_the_whole_file(saved: Path) -> None:
 def test_large_tensor_is_divided_into_pieces_with_their_own_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", 100)
+    monkeypatch.setattr(writer, "PIECE", 100)
     values = torch.arange(250, dtype=torch.float32)
     file = TensorFile(0, [Tensor(kind="master", name="w", start=30, values=values)])
     LocalStore(tmp_path).write_pieces("x", file.pieces)

@@ -24,8 +24,7 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary
-from electra_dist.wordpiece import WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 Prose = Callable[[int, int], list[str]]
 RequestFactory = Callable[..., BuildRequest]

@@ -30,8 +30,7 @@ from electra_dist.data.manifest import CorpusManifest, read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.store.open_store import open_store
-from electra_dist.tokenizer import Vocabulary
-from electra_dist.wordpiece import WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 RequestFactory = Callable[..., BuildRequest]
 Prose = Callable[[int, int], list[str]]

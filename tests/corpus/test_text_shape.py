@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from electra_dist.config.load import load_config
 from electra_dist.corpus.builder.build_corpus import build_corpus
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.text_shape import remarks_on_texts
+from electra_dist.corpus.counts import remarks_on_texts
 from electra_dist.data.corpora import open_corpora
 from electra_dist.finetune.retrieval_task import RetrievalTask
 from electra_dist.train.check_inputs import remarks_on_corpora

@@ -47,7 +47,7 @@ number = len(documents_of_rows(table, rows, lines))
 _COUNT_SOURCES = """
 import numpy as np
 from electra_dist.corpus.origins import table_from_bytes
-from electra_dist.corpus.stats.row_figures import RowFigures, _add_sources
+from electra_dist.report.corpus_page import RowFigures, _add_sources
 before = len(threads())
 figures = RowFigures()
 table = table_from_bytes(Path(sys.argv[1]).read_bytes())

@@ -8,8 +8,7 @@ import pytest
 
 from electra_dist.corpus.vocabulary import train_vocabulary
 from electra_dist.errors import UserError
-from electra_dist.tokenizer import SPECIAL_TOKENS
-from electra_dist.wordpiece import WordPieceTokenizer
+from electra_dist.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 
 
 def test_training_gives_the_same_vocabulary_each_time_and_it_covers_its_text(

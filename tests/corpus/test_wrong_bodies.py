@@ -22,7 +22,7 @@ from electra_dist.corpus.origins import open_origins
 from electra_dist.data.manifest import read_manifest
 from electra_dist.errors import ManifestMismatch
 from electra_dist.store.interface import Store
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 NUM_WRONG = 2  # wrong bodies before the right one
 

@@ -22,7 +22,7 @@ from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import ChangedRow, rows_of
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreExhausted
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 from electra_dist.train.evaluator import Evaluator
 
 GLOBAL_BATCH = 12

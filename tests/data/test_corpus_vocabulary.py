@@ -24,7 +24,7 @@ from electra_dist.data.shard_cache import rows_of_shards
 from electra_dist.errors import ManifestMismatch, UserError
 from electra_dist.pretrained.encoder import load_pretrained
 from electra_dist.store.atomic_files import NamedDigest
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 from electra_dist.tokenizer import Vocabulary
 from electra_dist.train.check_inputs import check_inputs
 

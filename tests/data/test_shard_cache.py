@@ -33,8 +33,7 @@ from electra_dist.data.shard import Shard
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreError, StoreMissing
 from electra_dist.store.atomic_files import file_sha256
-from electra_dist.store.local_store import LocalStore
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import LocalStore, open_store
 from electra_dist.store.patience import Patience
 
 FORK = multiprocessing.get_context("fork")

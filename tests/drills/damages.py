@@ -31,7 +31,7 @@ from support.checkpoints import committed, folder_name
 from support.folder_contents import file_contents
 
 from electra_dist.checkpoint.manifest import KINDS, MANIFEST, FileEntry, TensorEntry, tensors_of_header
-from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.reader import load_newest
 from electra_dist.checkpoint.stored_copies import SET_ASIDE
 from electra_dist.store.open_store import open_store
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from electra_dist.checkpoint.chosen_weights import assemble
 from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.restore import load_newest
+from electra_dist.checkpoint.reader import load_newest
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config.load import load_config

@@ -38,12 +38,11 @@ from electra_dist.finetune.passage_windows import read_squad
 from electra_dist.finetune.seed_folder import read_identity
 from electra_dist.finetune.stored_scores import ScoreStore
 from electra_dist.pretrained.encoder import load_pretrained
-from electra_dist.run.failures import read_failures
+from electra_dist.run.failures import excluded_nodes, read_failures, read_strikes
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.heartbeat import read_heartbeats
 from electra_dist.run.lease import find_newest, read_owner
 from electra_dist.run.metrics import MetricsWriter
-from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.scoring.pair_files import read_pair_files
 from electra_dist.store.open_store import open_store
 from electra_dist.train.check_inputs import check_inputs

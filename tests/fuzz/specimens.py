@@ -30,12 +30,11 @@ from electra_dist.corpus.prepare.source_plan import make_plan, write_plan
 from electra_dist.data.manifest import read_manifest
 from electra_dist.finetune.stored_scores import Measured
 from electra_dist.pretrained.export import export_run
-from electra_dist.run.failures import Failure, record_failure
+from electra_dist.run.failures import Failure, Strike, add_strike, record_failure
 from electra_dist.run.folder import LEASE_DIR, token_counts_file
 from electra_dist.run.lease import create
 from electra_dist.run.ledger import append_job
 from electra_dist.run.records import JsonlFile
-from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.interface import Store
 from electra_dist.store.open_store import open_store
 from electra_dist.train.token_counts import write_counts

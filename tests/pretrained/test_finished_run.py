@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 import electra_dist as ed
 from electra_dist.checkpoint.manifest import Manifest
-from electra_dist.checkpoint.owner import OtherRun
+from electra_dist.checkpoint.stored_copies import OtherRun
 from electra_dist.config.load import load_config
 from electra_dist.corpus.build_report import SourceNotes, make_report, write_report
 from electra_dist.corpus.counts import Counts

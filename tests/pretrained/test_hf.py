@@ -18,8 +18,7 @@ from electra_dist.model.encoder import DropoutKeys
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.hf import from_hf, to_hf
-from electra_dist.tokenizer import Vocabulary
-from electra_dist.wordpiece import WordPieceTokenizer
+from electra_dist.tokenizer import Vocabulary, WordPieceTokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", "cafe", ".", "café"]
 

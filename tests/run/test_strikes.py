@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from electra_dist.errors import StoreError, UserError
+from electra_dist.run.failures import Strike, add_strike, excluded_nodes, read_strikes
 from electra_dist.run.folder import STRIKES_FILE
-from electra_dist.run.strikes import Strike, add_strike, excluded_nodes, read_strikes
 
 DAY_S = 24 * 3600.0
 
@@ -42,7 +42,7 @@ def test_no_strike_is_lost_or_torn_if_eight_processes_add_them_at_once(tmp_path:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from electra_dist.run.strikes import Strike, add_strike\n"
+        "from electra_dist.run.failures import Strike, add_strike\n"
         "for number in range(25):\n"
         "    strike = Strike(time=float(number), node=sys.argv[2], device='', reason='x' * 280, by='test')\n"
         "    add_strike(Path(sys.argv[1]), strike)\n"

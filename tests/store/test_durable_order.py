@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from electra_dist.run.failures import Strike, add_strike
 from electra_dist.run.folder import STRIKES_FILE
 from electra_dist.run.records import JsonlFile
-from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.store.atomic_files import make_folder, replacing
 
 

@@ -11,7 +11,7 @@ import pytest
 from electra_dist.errors import StoreAway, StoreError, StoreExhausted, StoreMissing, UserError
 from electra_dist.store.atomic_files import readable, writable
 from electra_dist.store.failure_kinds import FailureKind, is_worth_waiting_for, kind_of_error, safe_code
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 AWAY = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN]
 USER = [errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EMFILE, errno.ENAMETOOLONG]

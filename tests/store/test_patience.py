@@ -15,10 +15,8 @@ from electra_dist.config import load
 from electra_dist.config.load import read_yaml
 from electra_dist.errors import StorageLost, StoreAway, StoreError, UserError
 from electra_dist.store import patience as patience_module
-from electra_dist.store import wait_reporter
 from electra_dist.store.interface import Store
-from electra_dist.store.local_store import LocalStore
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import LocalStore, open_store
 from electra_dist.store.patience import Pace, Patience
 
 
@@ -56,7 +54,7 @@ def failing(errors: list[Exception], value: int = 7) -> Callable[[], int]:
 
 
 def test_an_operation_is_repeated_until_storage_is_back(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_reporter, "BEAT_S", 0.0)  # every pause is reported
+    monkeypatch.setattr("electra_dist.store.patience._BEAT_S", 0.0)  # every pause is reported
     lines: list[str] = []
     reasons: list[str] = []
     patience = Patience(60.0, lines.append, clock)
@@ -132,7 +130,7 @@ def test_a_wait_in_another_thread_is_seen_and_can_be_abandoned() -> None:
 
 def test_the_owner_reports_the_wait_of_a_thread_whose_result_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a supervisor would take an evaluation for hung whose rows are fetched by a thread that waits."""
-    monkeypatch.setattr(wait_reporter, "BEAT_S", 0.02)
+    monkeypatch.setattr("electra_dist.store.patience._BEAT_S", 0.02)
     is_back = threading.Event()
     shown: list[str] = []
 
@@ -157,7 +155,7 @@ def test_a_wait_is_reported_while_an_operation_within_the_repeated_one_pauses(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as a page of a listing that is begun again: the page waits by itself, up to the whole limit."""
-    monkeypatch.setattr(wait_reporter, "BEAT_S", 0.0)
+    monkeypatch.setattr("electra_dist.store.patience._BEAT_S", 0.0)
     patience = Patience(60.0, lambda line: None, clock)
     with patience.outage() as listing:
         listing.wait_after(StoreAway("s3://bucket: no answer"))

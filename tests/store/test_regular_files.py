@@ -34,7 +34,7 @@ OWN = {
     "electra_dist/run/environment_record.py",
     "electra_dist/run/lease.py",
     "electra_dist/run/this_node.py",
-    "electra_dist/store/local_store.py",
+    "electra_dist/store/open_store.py",
     "electra_dist/store/s3/s3_store.py",
     "electra_dist/compare/pretraining_runs.py",
     "launcher/electra_launcher/chaos/drill.py",

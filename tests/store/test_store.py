@@ -15,8 +15,7 @@ from electra_dist.errors import StoreError, StoreMissing, UserError
 from electra_dist.store import atomic_files, cloud_store
 from electra_dist.store.atomic_files import create_file, replacing, writable
 from electra_dist.store.interface import Store, check_key, in_parallel
-from electra_dist.store.local_store import LocalStore
-from electra_dist.store.open_store import open_store
+from electra_dist.store.open_store import LocalStore, open_store
 from electra_dist.store.s3 import s3_store
 
 OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "", "a/", "a\\..\\b", "a\nb", "\x00"]

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from electra_dist.checkpoint import reader
-from electra_dist.checkpoint.manifest import KINDS, FileEntry, Kind, Manifest, RunState, part
+from electra_dist.checkpoint.manifest import KINDS, FileEntry, Fragment, Kind, Manifest, RunState, part
 from electra_dist.checkpoint.stored_copies import Checkpoint, checkpoints, parse_folder
-from electra_dist.checkpoint.tensor_file import Fragment
 from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import Store

@@ -6,7 +6,7 @@ Guarantee: no source is executed. Every import statement counts, wherever it sta
 function, or under TYPE_CHECKING. `from package import name` is an import of the module `package.name` if that exists,
 otherwise of `package/__init__.py`.
 
-How: a file is identified by its path below the root, for example `electra_dist/store/local_store.py`. Packages are
+How: a file is identified by its path below the root, for example `electra_dist/store/open_store.py`. Packages are
 those that `docs/layers.md` lists: a folder of electra_dist or of electra_launcher with all its subfolders (except
 those of `APART`, which are packages of their own), a single module of one of the two, electra_kernels, or the
 benchmarks.
@@ -32,7 +32,6 @@ LAYERS_FILE = "docs/layers.md"
 APART = (
     "electra_dist/corpus/find",
     "electra_dist/corpus/plan",
-    "electra_dist/corpus/stats",
 )  # sub-packages with layers
 SMALL_MODULE = 50  # lines of code; a smaller module with one importer belongs into its importer
 

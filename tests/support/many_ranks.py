@@ -11,9 +11,9 @@ from support import checkpoints as small
 from support.counting_store import CountingStore, Service
 
 from electra_dist.checkpoint.commit import commit, retain
-from electra_dist.checkpoint.manifest import RunState
+from electra_dist.checkpoint.manifest import Fragment, RunState
 from electra_dist.checkpoint.stored_copies import Checkpoint
-from electra_dist.checkpoint.tensor_file import Fragment, Tensor, TensorFile
+from electra_dist.checkpoint.writer import Tensor, TensorFile
 from electra_dist.config import CheckpointConfig
 from electra_dist.store.interface import REQUEST_THREADS, Store
 

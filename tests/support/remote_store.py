@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from electra_dist.store.atomic_files import replacing
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 
 class Remote(LocalStore):

@@ -17,7 +17,7 @@ from support.real_runs import REPOSITORY, step_records, write_tiny_config
 from typer.testing import CliRunner
 
 from electra_dist.checkpoint.commit import begin_attempt
-from electra_dist.checkpoint.owner import check_resumable
+from electra_dist.checkpoint.stored_copies import check_resumable
 from electra_dist.config import NUMERICS
 from electra_dist.config import config as config_module
 from electra_dist.config.load import load_config

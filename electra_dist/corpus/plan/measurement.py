@@ -43,8 +43,7 @@ from electra_dist.corpus.plan.corpus_rates import (
 )
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.vocabulary import train_vocabulary
-from electra_dist.errors import UserError
-from electra_dist.optional_packages import missing_packages
+from electra_dist.errors import UserError, missing_packages
 from electra_dist.run.environment_record import cpu
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.json_file import canonical_json

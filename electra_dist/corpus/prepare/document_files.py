@@ -27,8 +27,7 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from electra_dist.corpus.counts import MAX_FIELDS, MAX_NAMES, most_frequent
-from electra_dist.corpus.text_shape import measure
+from electra_dist.corpus.counts import MAX_FIELDS, MAX_NAMES, measure, most_frequent
 from electra_dist.store.atomic_files import file_sha256, make_folder, replacing
 from electra_dist.store.open_store import open_store
 

@@ -29,11 +29,10 @@ from datatrove.pipeline.base import PipelineStep
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from electra_dist.corpus.counts import FIELDS_FOUND, MAX_FIELDS, most_frequent
+from electra_dist.corpus.counts import FIELDS_FOUND, MAX_FIELDS, TextShape, most_frequent, remark_on_shape
 from electra_dist.corpus.prepare.document_files import RECORDS_DIR, record_of_task
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.source_plan import SourcePlan, read_plan
-from electra_dist.corpus.text_shape import TextShape, remark_on_shape
 from electra_dist.errors import UserError
 from electra_dist.store.json_file import read_json_object
 from electra_dist.store.open_store import open_store

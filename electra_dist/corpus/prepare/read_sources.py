@@ -1,25 +1,35 @@
-"""Step of datatrove that reads the documents of a task's files, in the formats of `corpus build` and as web pages.
+"""Steps of datatrove that read the documents of a task's files, also web pages, and take the main text from pages.
 
-Guarantee: a document becomes text or is counted with its reason. A damaged file ends the preparation with one line
-that names it. A document has the id of its own record or, without one, SOURCE/FILE#NUMBER, where the number counts the
-documents of the file from 0. The other fields of its record are in its metadata. Records of a WARC file that hold no
-page of the crawl (requests, metadata) are passed over.
+Guarantee: a document or page becomes text or is counted with its reason. A damaged file ends the preparation with one
+line that names it. A document has the id of its own record or, without one, SOURCE/FILE#NUMBER, where the number
+counts the documents of the file from 0. The other fields of its record are in its metadata. Records of a WARC file
+that hold no page of the crawl (requests, metadata) are passed over.
 
 How: `DocumentStream` reads the files that a build reads, too, and warcio WARC files. An HTML page that is not UTF-8 is
-decoded with the encoding that trafilatura detects.
+decoded with the encoding that trafilatura detects. trafilatura then takes the main text from it, in a process of its
+own with a time limit; a page without text is counted as `no_text`, `timeout`, `crash` (the process died, as for lack
+of memory) or `error`. The text depends on the page alone: the deduplication of trafilatura, which remembers earlier
+pages, is off.
+
+Limits: which pages exceed the time limit depends on the machine and its load. Only then may a repetition differ.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import math
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.extractors.base import ExtractorSandbox
+from trafilatura import extract
 from trafilatura.utils import decode_file
 from warcio.archiveiterator import ArchiveIterator
 from warcio.exceptions import ArchiveLoadFailed
@@ -36,7 +46,7 @@ from electra_dist.corpus.inputs.text_decoding import (
 )
 from electra_dist.corpus.inputs.text_readers import DAMAGED_FILE_ERRORS, DocumentStream, local_path
 from electra_dist.corpus.prepare.document_files import DropRecorder
-from electra_dist.corpus.prepare.prepare_config import PrepareConfig, SourceSection
+from electra_dist.corpus.prepare.prepare_config import ExtractionSection, PrepareConfig, SourceSection
 from electra_dist.corpus.prepare.source_plan import read_plan
 from electra_dist.errors import UserError
 from electra_dist.store.atomic_files import open_regular
@@ -280,3 +290,73 @@ class _CountedStream(io.RawIOBase):
     def tell(self) -> int:
         """Return the number of decompressed bytes that were read."""
         return self._position
+
+
+_STEP = "extraction"
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+
+class ExtractText(PipelineStep):
+    """Step that replaces HTML pages by their main text; documents that are text already pass unchanged."""
+
+    name = "trafilatura"
+    type = "EXTRACTOR"
+
+    def __init__(self, settings: ExtractionSection, recorder: DropRecorder) -> None:
+        """Store the settings. The process that extracts text starts with the first page."""
+        super().__init__()
+        self._settings = settings
+        self._recorder = recorder
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of `data` with HTML replaced by its text; drop and count pages that give no text."""
+        with ExtractorSandbox(self._settings.timeout_s) as sandbox:
+            for document in data:
+                if not document.metadata.pop(IS_HTML, False):
+                    yield document
+                    continue
+                text, reason = self._extract(sandbox, document.text)
+                if reason is not None:
+                    self._recorder.drop(_STEP, reason, document)
+                    continue
+                document.text = text
+                yield document
+
+    def _extract(self, sandbox: ExtractorSandbox, html: str) -> tuple[str, str | None]:
+        """Return the main text of a page and None or, if the page is to be dropped, "" and the reason."""
+        try:
+            text = sandbox.process_document(html, self.extract)
+        except TimeoutError:
+            return "", "timeout"
+        except EOFError:
+            return "", "crash"
+        if text is None:
+            return "", "error"
+        return (text, None) if text.strip() else ("", "no_text")
+
+    def extract(self, html: str) -> str | None:
+        """Return the main text of a page, "" if it has none; None if trafilatura fails. Runs in a child process.
+
+        datatrove first calls this with an empty page. The child process then asks the kernel to kill it when its
+        parent ends.
+        """
+        if not html:
+            _die_with_parent()
+            return ""
+        try:
+            text = extract(
+                html,
+                favor_precision=self._settings.favor == "precision",
+                favor_recall=self._settings.favor == "recall",
+                include_comments=False,
+                deduplicate=False,
+            )
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError, AssertionError):
+            return None  # a fault of the extractor on a broken page; the page is counted
+        return text or ""
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends; this works on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -39,12 +39,10 @@ from datatrove.pipeline.dedup import (
 from datatrove.utils.hashing import HashConfig
 
 from electra_dist.corpus.prepare.document_files import DropRecorder, ReadDocuments, WriteDocuments
-from electra_dist.corpus.prepare.filter_steps import filter_steps, formatting_steps
-from electra_dist.corpus.prepare.html_text import ExtractText
-from electra_dist.corpus.prepare.plain_words import word_tokenizer
+from electra_dist.corpus.prepare.filter_steps import filter_steps, formatting_steps, word_tokenizer
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import WriteReport
-from electra_dist.corpus.prepare.read_sources import ReadSources
+from electra_dist.corpus.prepare.read_sources import ExtractText, ReadSources
 
 # SHA-1 of the standard library; datatrove's default, xxhash, refuses text since its version 4.
 _HASH = HashConfig(precision=64, hash_fc="sha1")

@@ -26,7 +26,7 @@ from electra_dist.run.folder import LEDGER_FILE, supervise_log
 from electra_dist.run.heartbeat import Beat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint, starts
 from electra_dist.run.ledger import LedgerEvent, read_ledger
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 from electra_launcher.chaos.faults import FAULTS, Fault, Victim, kill_everything
 
 PATIENCE_S = 900.0  # A run that makes no progress for this long has failed the drill.

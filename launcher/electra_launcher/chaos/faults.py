@@ -28,7 +28,7 @@ from electra_dist.errors import EXIT_CRASH, EXIT_STOPPED, EXIT_USER_ERROR, UserE
 from electra_dist.run import lease
 from electra_dist.run.folder import LEASE_DIR, LEDGER_FILE, METRICS_FILE, STOP_FILE
 from electra_dist.run.this_node import mark_of, marked_pids
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 FILLER = "chaos-filler"  # the file with which `fill_disk` fills a disk
 _KILLED = -signal.SIGKILL  # exit code that `subprocess` reports for a process that SIGKILL has ended

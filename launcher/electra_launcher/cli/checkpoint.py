@@ -24,10 +24,9 @@ if TYPE_CHECKING:  # They are loaded by the subcommands that need them, not for 
     from rich.table import Table
     from rich.text import Text
 
-    from electra_dist.checkpoint.owner import Owner
     from electra_dist.checkpoint.reader import CheckpointReader
     from electra_dist.checkpoint.repair import Difference, Found
-    from electra_dist.checkpoint.stored_copies import Checkpoint
+    from electra_dist.checkpoint.stored_copies import Checkpoint, Owner
     from electra_dist.store.interface import Store
 
 app = typer.Typer(
@@ -399,7 +398,7 @@ def find_targets(path: str, endpoint_url: str | None = None) -> list[Store]:
 
 def find_owner(path: str) -> Owner | None:
     """Return the run of the run folder `path`, whose checkpoints must be its own; None if `path` is no run folder."""
-    from electra_dist.checkpoint.owner import owner_of
+    from electra_dist.checkpoint.stored_copies import owner_of
     from electra_dist.run.folder import is_run_folder, open_run, read_identity
     from electra_dist.store.open_store import REMOTE_SCHEMES
 

@@ -18,7 +18,15 @@ from electra_dist.config import ClusterConfig, Config
 from electra_dist.config.load import load_config
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import read_environment
-from electra_dist.run.failures import Failure, newest_failure, read_failures, since_newest_start
+from electra_dist.run.failures import (
+    Failure,
+    Strike,
+    excluded_nodes,
+    newest_failure,
+    read_failures,
+    read_strikes,
+    since_newest_start,
+)
 from electra_dist.run.folder import (
     CONFIG_FILE,
     LOG_FILE,
@@ -47,7 +55,6 @@ from electra_dist.run.lease import HeldLease, read_owner
 from electra_dist.run.ledger import JobEnded, JobRecord, JobSubmitted, LedgerEvent, read_jobs, read_ledger
 from electra_dist.run.metrics import EvalRecord, StepRecord, newest_metrics
 from electra_dist.run.number_formats import format_duration
-from electra_dist.run.strikes import Strike, excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import disk_problem, read_regular
 from electra_launcher.slurm.slurm import QueuedJob, QueueView, job_name, queue_view
 

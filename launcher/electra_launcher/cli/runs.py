@@ -139,7 +139,7 @@ def verify(
 
 def _check_local_checkpoints(run: Path) -> None:
     """Raise a UserError if another run has written local checkpoints of `run`. Checkpoints on S3 are not checked."""
-    from electra_dist.checkpoint.owner import owner_of
+    from electra_dist.checkpoint.stored_copies import owner_of
     from electra_dist.run.folder import open_run, read_identity
     from electra_dist.store.open_store import REMOTE_SCHEMES, open_store
 

@@ -15,8 +15,7 @@ from typing import Any
 import typer
 
 from electra_dist.checkpoint.manifest import RunState
-from electra_dist.checkpoint.owner import owner_of
-from electra_dist.checkpoint.stored_copies import checkpoints, open_targets
+from electra_dist.checkpoint.stored_copies import checkpoints, open_targets, owner_of
 from electra_dist.config import Config
 from electra_dist.console import Console
 from electra_dist.data.corpora import Corpora, open_corpora, steps_of_phases

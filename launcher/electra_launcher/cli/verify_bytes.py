@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from electra_dist.checkpoint.owner import Owner, owner_of
 from electra_dist.checkpoint.reader import verify as verify_checkpoint
-from electra_dist.checkpoint.stored_copies import Checkpoint, checkpoints, open_targets
+from electra_dist.checkpoint.stored_copies import Checkpoint, Owner, checkpoints, open_targets, owner_of
 from electra_dist.console import Console
 from electra_dist.corpus.origins import ORIGINS_KEY, open_origins
 from electra_dist.data.corpora import open_corpora

@@ -27,12 +27,11 @@ from electra_dist.config.secrets import whole_overrides
 from electra_dist.data.cache_folder import choose_cache_folder
 from electra_dist.engine.rank_environment import RankPlace, rank_place, whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
+from electra_dist.run.failures import add_strike
 from electra_dist.run.heartbeat import Heartbeat
-from electra_dist.run.strikes import add_strike
 from electra_dist.run.this_node import node_name
 from electra_dist.store.open_store import REMOTE_SCHEMES
-from electra_dist.store.patience import Patience
-from electra_dist.store.wait_reporter import WaitReporter
+from electra_dist.store.patience import Patience, WaitReporter
 from electra_launcher.entry import add_options, begin_program, exit_code_of
 from electra_launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
 from electra_launcher.preflight.node_check import check_node

@@ -19,7 +19,7 @@ from rich.table import Table
 from electra_dist.console import Console, styled
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
 from electra_dist.escapes import printable
-from electra_dist.run.strikes import Strike
+from electra_dist.run.failures import Strike
 
 JOB = ""  # value of `Finding.node` for a finding that concerns no single node
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.errors import EXIT_STOPPED, EXIT_UNHEALTHY
 from electra_dist.nvml import GpuProbe
-from electra_dist.run.strikes import Strike, add_strike
+from electra_dist.run.failures import Strike, add_strike
 from electra_dist.run.this_node import node_name
 from electra_dist.store.patience import Patience
 from electra_launcher.preflight.findings import Finding

@@ -40,7 +40,7 @@ from electra_dist.errors import (
     UserError,
 )
 from electra_dist.escapes import printable
-from electra_dist.run.failures import Failure, newest_failure, read_failures
+from electra_dist.run.failures import Failure, excluded_nodes, newest_failure, read_failures, read_strikes
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, SLURM_DIR, is_run_folder
 from electra_dist.run.history import (
     events_at_newest_checkpoint,
@@ -50,7 +50,6 @@ from electra_dist.run.history import (
     starts,
 )
 from electra_dist.run.ledger import JobRecord, LedgerEvent, append_job, read_jobs, read_ledger
-from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import read_regular
 from electra_dist.store.patience import Patience, patient
 from electra_launcher.entry import begin_program, exit_code_of, read_config

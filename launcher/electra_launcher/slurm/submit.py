@@ -34,9 +34,9 @@ from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.config.rules import check_new_run
 from electra_dist.config.secrets import without_secret_arguments
 from electra_dist.errors import UserError
+from electra_dist.run.failures import excluded_nodes, read_strikes
 from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
 from electra_dist.run.ledger import LedgerEvent, append_job, read_ledger
-from electra_dist.run.strikes import excluded_nodes, read_strikes
 from electra_dist.store.atomic_files import PRIVATE, PRIVATE_PROGRAM, replacing
 from electra_dist.store.open_store import without_tilde
 from electra_launcher.slurm.batch_script import JobOptions, Submission, batch_script

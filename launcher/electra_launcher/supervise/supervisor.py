@@ -38,13 +38,20 @@ from electra_dist.errors import (
     UserError,
 )
 from electra_dist.escapes import printable
-from electra_dist.run.failures import Failure, output_file, read_failures, record_failure
+from electra_dist.run.failures import (
+    Failure,
+    Strike,
+    add_strike,
+    output_file,
+    read_failures,
+    read_strikes,
+    record_failure,
+)
 from electra_dist.run.folder import MEETING_DIR, STOP_FILE
 from electra_dist.run.heartbeat import delete_preflight_heartbeat, read_heartbeats
 from electra_dist.run.history import newest_checkpoint
 from electra_dist.run.lease import TOKEN_VARIABLE, LeaseLost, RunLease, take_lease
 from electra_dist.run.ledger import Ledger, LedgerEvent, read_jobs, read_ledger
-from electra_dist.run.strikes import Strike, add_strike, read_strikes
 from electra_dist.run.this_node import mark_of, marked_pids, node_name
 from electra_dist.store.atomic_files import lock_file, writable
 from electra_dist.store.patience import Patience, patient

@@ -33,7 +33,7 @@ from electra_dist.corpus.inputs.text_decoding import RawDocument
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import ManifestMismatch, UserError
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 from electra_dist.tokenizer import Vocabulary
 
 KEYS = st.integers(0, 2**64 - 1)

@@ -122,7 +122,7 @@ def test_a_corpus_build_does_not_read_pages(tmp_path: Path):
 
 
 def test_words_and_sentences():
-    from electra_dist.corpus.prepare.plain_words import PlainWords
+    from electra_dist.corpus.prepare.filter_steps import PlainWords
 
     text = 'It\'s a well-known case. "Is it?" he asked\nA line without an end\n\nThe end...'
     words = PlainWords()
@@ -141,7 +141,7 @@ def test_words_and_sentences():
 
 
 def test_sentences_end_with_the_marks_of_other_scripts():
-    from electra_dist.corpus.prepare.plain_words import PlainWords
+    from electra_dist.corpus.prepare.filter_steps import PlainWords
 
     sentences = {
         "\u092f\u0939 \u0918\u0930 \u0939\u0948\u0964 \u0935\u0939 \u0928\u0926\u0940 \u0939\u0948\u0964": 2,  # Hindi

@@ -30,7 +30,7 @@ from support.real_runs import write_corpus
 
 from electra_dist.errors import EXIT_USER_ERROR
 from electra_dist.run.folder import IDENTITY_FILE, LEDGER_FILE, METRICS_FILE, SAMPLES_FILE, SKIPPED_STEPS_FILE
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 _TRACEBACK = "Traceback (most recent call last)"
 _DIVERGED = "diverge"  # in the error line of a run that the guard has given up

@@ -29,7 +29,7 @@ from support.small_disks import small_disk
 from electra_dist.config import CHECKPOINTS_DIR
 from electra_dist.errors import EXIT_STOPPED
 from electra_dist.run.folder import SKIPPED_STEPS_FILE
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 
 EVERY_STEPS = 4  # steps between two checkpoints of the run with faults
 _ROWS_PER_SHARD = [4 + number % 9 for number in range(80)]  # of the drill's corpus

@@ -23,7 +23,7 @@ from electra_dist.data.order import CorpusOrder, RowOrder
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
 from electra_dist.run.records import encode
-from electra_dist.wordpiece import WordPieceTokenizer
+from electra_dist.tokenizer import WordPieceTokenizer
 
 PLANTED = "quite a rare sentence with zebras"
 MARKS = "!$%&*+;<=>?@"  # one for each document of the source wiki; no other document has such a token

@@ -38,7 +38,7 @@ from electra_dist.errors import EXIT_STOPPED, UserError, error_line
 from electra_dist.run.lease import take_lease
 from electra_dist.run.ledger import Ledger
 from electra_dist.run.records import encode
-from electra_dist.store.local_store import LocalStore
+from electra_dist.store.open_store import LocalStore
 from electra_dist.version import VERSION
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -28,12 +28,11 @@ from typer.testing import CliRunner
 from electra_dist.config import ClusterConfig
 from electra_dist.errors import UserError
 from electra_dist.run.environment_record import write_environment
-from electra_dist.run.failures import Failure, record_failure
+from electra_dist.run.failures import Failure, Strike, add_strike, record_failure
 from electra_dist.run.heartbeat import Heartbeat
 from electra_dist.run.lease import take_lease
 from electra_dist.run.metrics import EvalRecord
 from electra_dist.run.records import Record, encode
-from electra_dist.run.strikes import Strike, add_strike
 from electra_dist.run.this_node import node_name
 
 MakeConfig = Callable[..., Path]

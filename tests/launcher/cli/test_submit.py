@@ -13,8 +13,8 @@ from electra_launcher.slurm import submit
 from typer.testing import CliRunner
 
 from electra_dist.errors import UserError
+from electra_dist.run.failures import Strike, add_strike
 from electra_dist.run.ledger import Ledger, read_jobs
-from electra_dist.run.strikes import Strike, add_strike
 
 MakeConfig = Callable[..., Path]
 

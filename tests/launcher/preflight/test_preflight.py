@@ -20,9 +20,8 @@ from support.real_runs import REPOSITORY, write_corpus
 
 from electra_dist.data.cache_folder import choose_cache_folder
 from electra_dist.errors import StoreAway
+from electra_dist.run.failures import read_strikes
 from electra_dist.run.heartbeat import Beat, read_heartbeats
-from electra_dist.run.strikes import read_strikes
-from electra_dist.store import local_store
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import open_store
 
@@ -194,7 +193,7 @@ def test_a_wait_for_storage_is_a_heartbeat_of_the_nodes_first_rank(
             raise StoreAway(f"{path.parent}: the service cannot be reached; check the endpoint URL")
         return replacing(path, only_new=only_new)
 
-    monkeypatch.setattr(local_store, "replacing", away_until_recorded)
+    monkeypatch.setattr("electra_dist.store.open_store.replacing", away_until_recorded)
     assert main(["--config", str(config), "--storage-patience", "60", "--first-rank", "3"]) == 0
     assert (waits[0].rank, waits[0].phase) == (3, "storage")
     assert "cannot be reached" in waits[0].reason

@@ -24,7 +24,7 @@ from support.real_runs import REPOSITORY
 from support.torch_versions import without_gloo_lines
 
 from electra_dist import nvml
-from electra_dist.run.strikes import read_strikes
+from electra_dist.run.failures import read_strikes
 
 
 @given(st.integers(3, 20), st.data())

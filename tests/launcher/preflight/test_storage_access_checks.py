@@ -14,7 +14,6 @@ from support.real_runs import REPOSITORY
 
 from electra_dist.config.load import load_config
 from electra_dist.errors import StoreAway
-from electra_dist.store import local_store
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.patience import Patience
 
@@ -46,7 +45,7 @@ def test_storage_that_is_away_is_a_warning_once_the_run_has_begun(tmp_path: Path
 
     overrides = [f"run_dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'none'}"]
     config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
-    monkeypatch.setattr(local_store, "replacing", away)
+    monkeypatch.setattr("electra_dist.store.open_store.replacing", away)
     patience = Patience(0.2, note=lambda line: None)
     monkeypatch.setattr(storage_checks, "check_disks", lambda config, corpora, node: [FULL])
     severities = {finding.what: finding.severity for finding in check_storage(config, "n1", patience)}
@@ -76,7 +75,7 @@ def test_a_new_run_waits_for_storage_that_is_away_and_is_refused_when_its_patien
 
     overrides = [f"run_dir={tmp_path / 'run'}", f"data.corpus={tmp_path / 'none'}"]
     config = load_config(REPOSITORY / "configs" / "large_25pct_mask.yaml", overrides)
-    monkeypatch.setattr(local_store, "replacing", away_twice)
+    monkeypatch.setattr("electra_dist.store.open_store.replacing", away_twice)
     monkeypatch.setattr(storage_checks, "check_disks", lambda config, corpora, node: [])
     lines: list[str] = []
     findings = check_storage(config, "n1", Patience(60.0, note=lines.append))

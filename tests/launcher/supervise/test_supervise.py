@@ -15,10 +15,10 @@ from electra_launcher.preflight.node_check import preflight
 from support.real_runs import REPOSITORY, read_losses
 from support.supervised_runs import FAKE, REAL, supervised
 
+from electra_dist.run.failures import read_strikes
 from electra_dist.run.history import RunEvidence, run_state
 from electra_dist.run.lease import read_owner
 from electra_dist.run.ledger import read_ledger
-from electra_dist.run.strikes import read_strikes
 from electra_dist.run.this_node import node_name
 
 MakeConfig = Callable[..., Path]

@@ -317,7 +317,7 @@ def stats(
     store = open_store(corpus, endpoint_url)
     read_manifest(store)
     # Only now, because the module imports matplotlib and torch, and a wrong path should be named at once.
-    from electra_dist.corpus.stats.stats_page import write_stats_page
+    from electra_dist.report.corpus_page import write_stats_page
 
     name = corpus.rstrip("/").rpartition("/")[2]
     path = write_stats_page(store, name, output, partial(tracked, activity="reading"))

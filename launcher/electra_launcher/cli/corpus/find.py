@@ -76,10 +76,17 @@ def find(
     import numpy as np
 
     from electra_dist.corpus.evaluation_texts import read_evaluation_texts
-    from electra_dist.corpus.find.found_texts import found_texts, print_texts, tree_of_texts
     from electra_dist.corpus.find.row_search import Query, RowSearch, rows_held_out
     from electra_dist.corpus.find.row_uses import uses_of_found_rows
-    from electra_dist.corpus.find.search_result import MAX_SHOWN, SearchResult, json_tree, print_result
+    from electra_dist.corpus.find.search_result import (
+        MAX_SHOWN,
+        SearchResult,
+        found_texts,
+        json_tree,
+        print_result,
+        print_texts,
+        tree_of_texts,
+    )
     from electra_dist.run.folder import open_run
 
     query = Query(source=source, document=document)

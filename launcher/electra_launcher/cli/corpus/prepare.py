@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from electra_dist.console import Console
-from electra_dist.errors import EXIT_CRASH
-from electra_dist.optional_packages import missing_packages
+from electra_dist.errors import EXIT_CRASH, missing_packages
 from electra_launcher.cli.command_output import open_console, progress_bar, resumable
 
 if TYPE_CHECKING:  # Each command imports what it needs, so that its --help answers at once.

@@ -20,11 +20,10 @@ from electra_dist.corpus.builder.build_corpus import build_corpus
 from electra_dist.corpus.builder.build_request import BuildRequest
 from electra_dist.corpus.inputs.find_inputs import search_inputs
 from electra_dist.corpus.origins import open_origins
-from electra_dist.corpus.stats.row_figures import NUM_BINS, RowFigures, read_row_figures
-from electra_dist.corpus.stats.stats_page import bar_chart
 from electra_dist.data.manifest import read_manifest
 from electra_dist.data.shard import Shard
 from electra_dist.errors import UserError
+from electra_dist.report.corpus_page import NUM_BINS, RowFigures, bar_chart, read_row_figures
 from electra_dist.store.open_store import open_store
 
 SEQ_LEN = 64
