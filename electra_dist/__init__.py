@@ -36,25 +36,6 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
     from electra_dist.run.folder import open_run
 
-# Name -> the module that defines it.
-_MODULES = {
-    "Config": "electra_dist.config",
-    "Corpus": "electra_dist.api",
-    "Pretrained": "electra_dist.pretrained.encoder",
-    "UserError": "electra_dist.errors",
-    "build_objective": "electra_dist.api",
-    "build_towers": "electra_dist.api",
-    "load": "electra_dist.api",
-    "load_config": "electra_dist.config.load",
-    "load_weights": "electra_dist.api",
-    "metrics": "electra_dist.api",
-    "open_corpus": "electra_dist.api",
-    "open_run": "electra_dist.run.folder",
-    "replaced_probability": "electra_dist.api",
-    "score_texts": "electra_dist.api",
-    "step_input": "electra_dist.api",
-}
-
 __all__ = [
     "Config",
     "Corpus",
@@ -73,13 +54,21 @@ __all__ = [
     "score_texts",
     "step_input",
 ]
+# Public name -> the module that defines it; all others are in electra_dist.api.
+_MODULES = {
+    "Config": "electra_dist.config",
+    "Pretrained": "electra_dist.pretrained.encoder",
+    "UserError": "electra_dist.errors",
+    "load_config": "electra_dist.config.load",
+    "open_run": "electra_dist.run.folder",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name, such as `load`, at its first use. A function is wrapped to check its arguments."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    value = getattr(import_module(_MODULES.get(name, "electra_dist.api")), name)
     if isinstance(value, FunctionType):
         value = import_module("electra_dist.argument_checks").checked(value)
     globals()[name] = value  # so that this function is called once for each name

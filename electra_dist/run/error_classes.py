@@ -38,8 +38,8 @@ class ErrorClass:
     name: str
     title: str  # for a person
     fault: Fault
-    restart: Restart  # after its first occurrence
     next_step: str
+    restart: Restart = "as it is"  # after its first occurrence
     patterns: str = ""  # regular expression for a line of the output; "": the exit code alone tells
     is_consequence: bool = False  # another rank or node ended first
     repeats_are_final: bool = False  # the same at the same step again is not started a third time
@@ -74,7 +74,6 @@ CLASSES = (
         name="device-assert",
         title="CUDA error, device-side assert",
         fault="code",
-        restart="as it is",
         next_step="look at the ids of these rows; CUDA_LAUNCH_BLOCKING=1 shows the operation",
         patterns=r"device-side assert triggered|block: \[\d+,\d+,\d+\], thread: .* Assertion .* failed"
         r"|CUDA_ERROR_ASSERT",
@@ -84,7 +83,6 @@ CLASSES = (
         name="illegal-address",
         title="CUDA error, illegal address",
         fault="code",
-        restart="as it is",
         next_step="CUDA_LAUNCH_BLOCKING=1 shows the operation; if only one node has it, test that node's GPU",
         patterns=r"illegal memory access|misaligned address|CUDA_ERROR_ILLEGAL_ADDRESS|Warp Illegal Address"
         r"|NVRM: Xid .*: (13|31),"
@@ -104,7 +102,6 @@ CLASSES = (
         name="cuda-out-of-memory",
         title="CUDA out of memory",
         fault="user",
-        restart="as it is",
         next_step="lower train.micro_batch or set it to auto; results stay the same up to rounding",
         patterns=r"CUDA out of memory|OutOfMemoryError: (CUDA|HIP)|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED"
         r"|CUDA error: out of memory|CUDA failure 2 'out of memory'",
@@ -114,7 +111,6 @@ CLASSES = (
         name="shared-memory",
         title="shared memory of the node is full",
         fault="job",
-        restart="as it is",
         next_step="give the container more shared memory, as with docker's --shm-size",
         patterns=r"unable to (open|mmap|allocate|write to file|resize).* shared memory|insufficient shared memory"
         r"|No space left on device.*/dev/shm|/dev/shm.*No space left on device"
@@ -124,7 +120,6 @@ CLASSES = (
         name="host-out-of-memory",
         title="memory of the node is used up; the kernel killed a process",
         fault="job",
-        restart="as it is",
         next_step="ask Slurm or the container for more memory, or run fewer ranks on the node",
         patterns=r"oom.kill event|[Oo]ut of memory: Killed process|Memory cgroup out of memory|is killed by signal: "
         r"Killed|can't allocate memory|Cannot allocate memory|std::bad_alloc|^MemoryError"
@@ -135,7 +130,6 @@ CLASSES = (
         name="disk-quota",
         title="disk quota used up",
         fault="user",
-        restart="as it is",
         next_step="free space or raise the quota; `electra-dist status` shows who waits for storage",
         patterns=r"[Dd]isk quota exceeded|\[Errno 122\]|EDQUOT|QuotaExceeded",
     ),
@@ -143,7 +137,6 @@ CLASSES = (
         name="storage",
         title="storage is full or away",
         fault="node",
-        restart="as it is",
         next_step="free space, or look at the mount or the service that the line names",
         patterns=r"No space left on device|\[Errno (5|28|30|107|108|116)\]|Stale file handle|Input/output error"
         r"|Transport endpoint is not connected|Read-only file system|StorageLost|StoreAway",
@@ -162,7 +155,6 @@ CLASSES = (
         name="library",
         title="a library is missing or does not fit",
         fault="user",
-        restart="as it is",
         next_step="install the library that the line names on every node, or load its module with --setup",
         patterns=r"cannot open shared object file|undefined symbol|GLIBC\w*_[\d.]+' not found|no kernel image is "
         r"available|libnccl.*not found|symbol lookup error",
@@ -172,7 +164,6 @@ CLASSES = (
         name="import",
         title="a Python module cannot be imported",
         fault="user",
-        restart="as it is",
         next_step="install the module in the environment of the ranks, on every node",
         patterns=r"^ModuleNotFoundError|^ImportError|No module named",
         repeats_are_final=True,
@@ -181,7 +172,6 @@ CLASSES = (
         name="port",
         title="the port of the ranks is in use",
         fault="job",
-        restart="as it is",
         next_step="nothing: the next start takes another port",
         patterns=r"Address already in use|EADDRINUSE|\[Errno 98\]",
     ),
@@ -189,7 +179,6 @@ CLASSES = (
         name="network",
         title="a network card or switch has failed",
         fault="node",
-        restart="as it is",
         next_step="look at the cards that the line names (`ibstat`, `ip link`), and at docs/cluster.md on NCCL",
         patterns=r"Got completion from peer .* with (status|error)|ibv_\w+ failed|IBV_WC_\w+|Call to ibv|NET/\w+ : .*"
         r"(async event|port error|local catastrophic)|No route to host|Network is unreachable"
@@ -199,7 +188,6 @@ CLASSES = (
         name="nccl-timeout",
         title="a collective timed out",
         fault="job",
-        restart="as it is",
         next_step="look for the rank that did not arrive: hangs/ in the run folder has the stacks of all ranks",
         patterns=r"Watchdog caught collective operation timeout|Timed out waiting \d+ms|collective.* timed? ?out"
         r"|ran for \d+ milliseconds before timing out|wait timeout after \d+ms"
@@ -210,7 +198,6 @@ CLASSES = (
         name="peer-abort",
         title="another rank has ended",
         fault="job",
-        restart="as it is",
         next_step="look at the rank that ended first, on this or another node",
         patterns=r"[Cc]onnection (reset|closed|aborted) by (remote )?peer|ncclRemoteError|remote process exited"
         r"|NCCL communicator was aborted|Broken pipe|Socket closed|failed to recv, got 0 bytes"
@@ -222,7 +209,6 @@ CLASSES = (
         name="preemption",
         title="the scheduler has taken the nodes away",
         fault="job",
-        restart="as it is",
         next_step="nothing: the next job goes on from the newest checkpoint",
         patterns=r"DUE TO (PREEMPTION|TIME LIMIT|NODE FAILURE)|CANCELLED AT .* DUE TO|[Pp]reempt(ed|ion) (by|notice)",
     ),
@@ -247,7 +233,6 @@ _AWAY = ErrorClass(
     name="storage-away",
     title="its storage was away for too long",
     fault="node",
-    restart="as it is",
     next_step="look at the storage that the line names, then start again",
     is_consequence=True,  # beside a rank that has crashed, it only stopped
 )
@@ -255,14 +240,12 @@ _KILLED = ErrorClass(
     name="killed",
     title="killed by a signal from outside",
     fault="job",
-    restart="as it is",
     next_step="nothing, if a person or the scheduler did it; otherwise `dmesg` says whether memory ran out",
 )
 _NATIVE = ErrorClass(
     name="native-crash",
     title="crash in a library",
     fault="code",
-    restart="as it is",
     next_step="the stacks are at the end of the rank's output; test the node's memory if only one node has it",
     repeats_are_final=True,
 )
@@ -270,7 +253,6 @@ _PYTHON = ErrorClass(
     name="exception",
     title="Python exception",
     fault="code",
-    restart="as it is",
     next_step="read the traceback at the end of the rank's output",
     repeats_are_final=True,
 )
@@ -278,14 +260,12 @@ HANG = ErrorClass(
     name="hang",
     title="a rank was silent for too long",
     fault="job",
-    restart="as it is",
     next_step="hangs/ in the run folder has the stacks of all ranks",
 )
 _UNKNOWN = ErrorClass(
     name="unknown",
     title="ended without a known reason",
     fault="code",
-    restart="as it is",
     next_step="read the end of the rank's output",
 )
 
