@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from electra_dist.argument_checks import Text, checked
 from electra_dist.config import Config
 from electra_dist.config.sections.base import NonNegative, Positive, Seed, Size
-from electra_dist.data.cache_folder import SHARDS_DIR
 from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_corpus_vocabulary, read_manifest
+from electra_dist.data.node_cache import SHARDS_DIR
 from electra_dist.data.order import RowOrder
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, UserError

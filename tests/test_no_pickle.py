@@ -28,7 +28,7 @@ OBJECT_CALLS = {
 PICKLE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 WORDS = re.compile("|".join([*OBJECT_CALLS, *PICKLE_MODULES, "load", "allow_pickle"]))  # only such files are parsed
 # datatrove's steps hold functions, which this program hands to its own worker processes through their pipes.
-OWN_WORKERS = "electra_dist/corpus/prepare/executors.py"
+OWN_WORKERS = "electra_dist/corpus/prepare/preparation.py"
 
 
 def unpicklings(source: str) -> Iterator[tuple[int, str]]:

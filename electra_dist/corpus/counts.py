@@ -207,10 +207,6 @@ class Counts(Section):
             counts.clear()
             counts.update(kept)
 
-    def add_shape(self, source: str, text: str) -> None:
-        """Count the lines, words and characters at a document's beginning, by which input that is no text is found."""
-        self.of_source(source).update({SHAPE + name: number for name, number in measure(text).items()})
-
     def add_undecodable(self, source: str, num_bytes: int) -> None:
         """Count a document's bytes that are not UTF-8, whether the document is left out or the bytes are replaced."""
         if num_bytes:

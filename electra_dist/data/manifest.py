@@ -12,8 +12,10 @@ Limits: the manifest states which bytes a corpus consists of; `shard_cache.py` v
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -168,11 +170,9 @@ def place_of(number: int, counts: Sequence[int]) -> tuple[int, int]:
 
     The elements of all parts are numbered one part after another; `counts` has the number of elements of each part.
     """
-    import numpy as np
-
-    ends = np.cumsum(counts)
-    part = int(np.searchsorted(ends, number, side="right"))
-    return part, number - int(ends[part]) + counts[part]
+    ends = list(itertools.accumulate(counts))
+    part = bisect.bisect_right(ends, number)
+    return part, number - ends[part] + counts[part]
 
 
 def heldout_of(location: str) -> str:

@@ -95,7 +95,9 @@ class PeerGroup:
         for node in self.owners(entry.sha256):
             if node == self._own_node or num_asked == _OWNERS_ASKED:
                 return False
-            if self._is_away(node):
+            with self._lock:
+                is_away = time.monotonic() < self._away_until.get(node, 0.0)
+            if is_away:
                 continue
             num_asked += 1
             try:
@@ -106,10 +108,6 @@ class PeerGroup:
             with self._lock:
                 self._away_until[node] = time.monotonic() + _AWAY_S
         return False
-
-    def _is_away(self, node: int) -> bool:
-        with self._lock:
-            return time.monotonic() < self._away_until.get(node, 0.0)
 
     def _ask(self, address: Address, entry: ShardEntry, destination: Path) -> bool:
         """Ask one peer for a shard until it has sent the shard; return False if it refuses or takes too long."""

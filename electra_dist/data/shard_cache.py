@@ -36,10 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra_dist.config import DataConfig
-from electra_dist.data.cache_folder import SHARDS_DIR
 from electra_dist.data.corpora import Corpora, StoredShard
 from electra_dist.data.manifest import ShardEntry
-from electra_dist.data.node_cache import NodeCache
+from electra_dist.data.node_cache import SHARDS_DIR, NodeCache
 from electra_dist.data.peer_group import PeerGroup
 from electra_dist.data.shard import ChangedRow, Shard, rows_of
 from electra_dist.errors import ManifestMismatch, StoreAway, StoreExhausted, StoreMissing, UserError

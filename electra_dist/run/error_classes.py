@@ -335,14 +335,13 @@ def is_same_fault(line: str, other: str) -> bool:
 def _classify_kill(code: int, lines: list[str], num_killed_for_memory: int) -> Finding:
     """Return why a signal ended a rank: lack of memory, a preemption, or an unknown sender."""
     # What the rank had printed before is no reason, but the words of the kernel or of Slurm are.
-    by_name = {error.name: error for error in CLASSES}
     for name in ("host-out-of-memory", "preemption"):
-        line = _last_match(by_name[name], lines)
+        line = _last_match(class_of(name), lines)
         if line:
-            return Finding(error=by_name[name], line=line)
+            return Finding(error=class_of(name), line=line)
     if code == -signal.SIGKILL and num_killed_for_memory:
         text = f"SIGKILL; the kernel has killed {num_killed_for_memory} process(es) of this node for memory meanwhile"
-        return Finding(error=by_name["host-out-of-memory"], line=text)
+        return Finding(error=class_of("host-out-of-memory"), line=text)
     return Finding(error=_KILLED, line=_signal_name(-code))
 
 

@@ -142,17 +142,15 @@ def account_of_end(
     failure = newest_failure(since_newest_start(failures, ledger, lease))
     ends = [event for event in ledger if event.event in (*ENDINGS, *STARTS)]
     newest = ends[-1] if ends else None
-    if failure is not None and not (newest is not None and _is_later_end(newest, failure)):
-        return _account_of_failure(run, failure)
+    if failure is not None:
+        # The event "crash" of rank 0 is older than the supervisor's record of the same start.
+        is_end = newest is not None and newest.event in ("done", "stop", "storage", "rollback")
+        if newest is None or not is_end or newest.unix_s <= failure.unix_s:
+            return _account_of_failure(run, failure)
     is_of_earlier_start = newest is not None and lease is not None and newest.unix_s < lease.owner.since
     if newest is None or is_of_earlier_start:
         return _nothing_known(run)
     return _account_of_event(run, newest)
-
-
-def _is_later_end(event: LedgerEvent, failure: Failure) -> bool:
-    # The event "crash" of rank 0 is older than the supervisor's record of the same start.
-    return event.unix_s > failure.unix_s and event.event in ("done", "stop", "storage", "rollback")
 
 
 def _nothing_known(run: Path) -> dict[str, Any]:

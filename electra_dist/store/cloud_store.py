@@ -368,7 +368,10 @@ def _failure(error: Exception) -> Failure:
         return _REPLACED
     status = _STATUS.search(text)
     if status:
-        return _failure_of_status(code, int(status[1]))
+        # A status, with or without a code, means the same as in an answer of S3.
+        words = {"code": safe_code(code), "status": int(status[1]), "bucket": ""}
+        found = s3_failure(safe_code(code), int(status[1]))
+        return dataclasses.replace(found, reason=found.reason.format(**words), advice=found.advice.format(**words))
     # Without an answer of the service, no request was sent, or it has failed on the way.
     if type(error).__name__ in _CLASSES_WITHOUT_CREDENTIALS:
         return _NOT_ACCEPTED
@@ -376,14 +379,6 @@ def _failure(error: Exception) -> Failure:
         if part in text.lower():
             return failure
     return _BROKEN  # an _EndedEarly, too
-
-
-def _failure_of_status(code: str, status: int) -> Failure:
-    """Return what an error code ("" if there is none) and an HTTP status mean: the same as in an answer of S3."""
-    code = safe_code(code)
-    found = s3_failure(code, status)
-    words = {"code": code, "status": status, "bucket": ""}
-    return dataclasses.replace(found, reason=found.reason.format(**words), advice=found.advice.format(**words))
 
 
 def _is_replaced(error: Exception) -> bool:

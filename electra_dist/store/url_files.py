@@ -230,12 +230,10 @@ def _size(location: str, info: dict[str, Any]) -> int:
 def _version(info: dict[str, Any]) -> str:
     """Return as JSON the properties of a file, such as its ETag, by which its versions can be told apart."""
     known = {key: info[key] for key in _VERSION_KEYS if info.get(key)}
-    return canonical_json({key: _plain(value) for key, value in known.items()})
-
-
-def _plain(value: Any) -> str:
-    """Return a property as text, a time as its seconds: a listing may use another type for it than a single file."""
-    return str(value.timestamp() if isinstance(value, datetime) else value)
+    # As text, a time as its seconds: a listing may use another type for a property than a single file.
+    return canonical_json(
+        {key: str(value.timestamp() if isinstance(value, datetime) else value) for key, value in known.items()}
+    )
 
 
 def _is_same(listed: str, now: str) -> bool:

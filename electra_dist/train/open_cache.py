@@ -19,18 +19,18 @@ import torch.distributed as dist
 
 from electra_dist.collectives import from_rank_0, gather
 from electra_dist.config import Config
-from electra_dist.data.cache_folder import (
+from electra_dist.data.corpora import Corpora
+from electra_dist.data.manifest import ShardEntry
+from electra_dist.data.node_cache import (
     GIGABYTE,
     SHARDS_DIR,
     CacheFolder,
     CacheRoom,
+    NodeCache,
     choose_cache_folder,
     describe_room,
     windows_bytes,
 )
-from electra_dist.data.corpora import Corpora
-from electra_dist.data.manifest import ShardEntry
-from electra_dist.data.node_cache import NodeCache
 from electra_dist.data.peer_group import Address, PeerGroup
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.data.shard_server import ShardServer

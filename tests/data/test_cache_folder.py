@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from electra_dist.data import cache_folder as module
-from electra_dist.data.cache_folder import (
+from electra_dist.data import node_cache as module
+from electra_dist.data.node_cache import (
     CacheRoom,
     choose_cache_folder,
     describe_room,

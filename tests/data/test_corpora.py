@@ -17,7 +17,7 @@ from support.remote_store import Remote
 
 from electra_dist.config import Config, DataConfig
 from electra_dist.config.sections.training import PhaseConfig
-from electra_dist.data import cache_folder
+from electra_dist.data import node_cache
 from electra_dist.data.corpora import Corpora, open_corpora
 from electra_dist.data.shard_cache import ShardCache
 from electra_dist.errors import ManifestMismatch, StoreMissing
@@ -110,7 +110,7 @@ def test_a_node_caches_what_is_fetched_of_any_phase_and_makes_room_for_that_alon
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
     monkeypatch.setattr(open_cache, "gather", lambda value: [value])
-    monkeypatch.setattr(cache_folder, "_mounts", list)
+    monkeypatch.setattr(node_cache, "_mounts", list)
     opened = open_corpora(data_of(corpora, ("b", 5)))
     phases = list(opened.phases)
     if far_phase is not None:

@@ -24,7 +24,6 @@ OTHER_KINDS: dict[str, Callable[[Path], None]] = {
 OWN = {
     "electra_dist/corpus/prepare/document_files.py",
     "electra_dist/data/node_cache.py",
-    "electra_dist/data/cache_folder.py",
     "electra_dist/data/peer_group.py",
     "electra_dist/data/shard_server.py",
     "electra_dist/gpu_affinity.py",

@@ -45,7 +45,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.counts import Counts, skipped_documents
+from electra_dist.corpus.counts import SHAPE, Counts, measure, skipped_documents
 from electra_dist.corpus.inputs.text_decoding import DocumentNames, RawDocument, SkippedDocument, decode_counted
 from electra_dist.tokenizer import new_tokenizer
 
@@ -323,7 +323,7 @@ class ChunkProcessor:
                 continue
             counts.add_undecodable(source, decoded.replaced_bytes)
             names[index] = decoded.names
-            counts.add_shape(source, decoded.text)
+            numbers.update({SHAPE + name: number for name, number in measure(decoded.text).items()})
             yield _Text(index, decoded.text, document)
 
     def _tokenized(self, texts: Iterable[_Text], counts: Counts) -> Iterator[tuple[_Text, list[list[int]]]]:

@@ -23,12 +23,7 @@ from electra_dist.corpus.build_report import (
     unknown_tokens_of_report,
     write_report,
 )
-from electra_dist.corpus.builder.build_records import (
-    BuildOrder,
-    BuildRecords,
-    FinishedBucket,
-    read_output_vocabulary,
-)
+from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, FinishedBucket, read_output_vocabulary
 from electra_dist.corpus.builder.chunk_processor import in_groups, row_dtype
 from electra_dist.corpus.builder.worker_stages import put_shard
 from electra_dist.corpus.counts import SKIPPED, Counts

@@ -97,7 +97,7 @@ class TokenRuns:
             for row, index in sorted(self._candidates(block)):
                 form = self._forms[index]
                 kept = [token for token in block[row].tolist() if token not in self._special_ids]
-                longest = _longest_common_run(kept, form.tokens)
+                longest = difflib.SequenceMatcher(None, kept, form.tokens, autojunk=False).find_longest_match().size
                 if longest >= form.least:
                     longest_runs[form.text, row] = max(longest, longest_runs.get((form.text, row), 0))
             for (text, row), longest in longest_runs.items():
@@ -130,11 +130,6 @@ def _hashes(tokens_N: NDArray[np.integer], longest: int) -> Iterator[tuple[int, 
 
 def _first_bits(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return hashes >> (np.uint64(64) - _TABLE_BITS)
-
-
-def _longest_common_run(row: list[int], tokens: list[int]) -> int:
-    """Return the length of the longest run of consecutive tokens that is in both lists."""
-    return difflib.SequenceMatcher(None, row, tokens, autojunk=False).find_longest_match().size
 
 
 Progress = Callable[[Iterable[int]], Iterable[int]]  # yields the shard indices that it is given, with a progress bar

@@ -28,11 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, BinaryIO, NamedTuple
 
 from electra_dist.corpus.counts import Counts
-from electra_dist.corpus.inputs.file_kinds import (
-    MOST_DOCUMENT_BYTES,
-    FileKind,
-    kind_of,
-)
+from electra_dist.corpus.inputs.file_kinds import MOST_DOCUMENT_BYTES, FileKind, kind_of
 from electra_dist.data.shard import CheckedTarInfo
 
 ARCHIVES = ("tar", "zip")
@@ -117,12 +113,11 @@ class ArchiveReader:
 
         `sample` maps endings, such as ".txt", to contents, and `__key__` to the name that the files have in common.
         """
-        endings = [ending for ending in sample if ending.startswith(".")]
-        text_field_endings = [ending for ending in endings if self._is_text_field_ending(ending)]
-        text_endings = [ending for ending in endings if self._format_of_member(ending) == _ONE_TEXT.format]
+        kinds = {ending: self._kind_of_member(ending) for ending in sample if ending.startswith(".")}
+        text_field_endings = [ending for ending in kinds if self._is_text_field_ending(ending)]
+        text_endings = [ending for ending, kind in kinds.items() if kind and kind.format == _ONE_TEXT.format]
         chosen_endings = text_field_endings or text_endings
-        for ending in endings:
-            kind = self._kind_of_member(ending)
+        for ending, kind in kinds.items():
             assert kind is not None
             name = sample["__key__"] + ending
             if chosen_endings and ending not in chosen_endings and kind.format in (_ONE_TEXT.format, "json"):
@@ -140,10 +135,6 @@ class ArchiveReader:
         if kind.format == "txt":
             return FileKind(_ONE_TEXT.format, kind.compression)
         return kind
-
-    def _format_of_member(self, ending: str) -> str | None:
-        kind = self._kind_of_member(ending)
-        return None if kind is None else kind.format
 
     def _is_text_field_ending(self, ending: str) -> bool:
         return ending.lower() == f".{self._text_field.lower()}"

@@ -305,15 +305,11 @@ def _read_format(
     elif file_format == "wet":
         yield from _read_wet(stream, with_fields=with_fields)
     elif file_format == "md":
-        yield from _read_whole(stream)
+        text = read_whole(stream).strip()
+        if text:
+            yield RawDocument(text, is_json=False)
     else:
         yield from _read_txt(stream)
-
-
-def _read_whole(stream: io.BufferedIOBase) -> Iterator[RawDocument]:
-    text = read_whole(stream).strip()
-    if text:
-        yield RawDocument(text, is_json=False)
 
 
 def _read_txt(stream: io.BufferedIOBase) -> Iterator[RawDocument]:

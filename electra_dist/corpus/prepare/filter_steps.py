@@ -48,7 +48,6 @@ from electra_dist.corpus.prepare.prepare_config import (
     FormattingSection,
     GopherRepetitionSection,
     LanguageSection,
-    PrepareConfig,
     UrlFilterSection,
 )
 from electra_dist.errors import UserError
@@ -98,14 +97,6 @@ class PlainWords(WordTokenizer):
                 start = match.start() + len(sentence) - len(sentence.lstrip())
                 spans.append((start, match.start() + len(sentence.rstrip())))
         return spans
-
-
-def word_tokenizer(config: PrepareConfig) -> str | PlainWords:
-    """Return how datatrove's steps shall cut text into words, for their argument `language`.
-
-    This is a `PlainWords` or, with `words: spacy` in the config, a language code.
-    """
-    return config.spacy_language if config.words == "spacy" else PlainWords()
 
 
 EVALUATION_KEY = "filters.decontamination.files"

@@ -39,7 +39,7 @@ from datatrove.pipeline.dedup import (
 from datatrove.utils.hashing import HashConfig
 
 from electra_dist.corpus.prepare.document_files import DropRecorder, ReadDocuments, WriteDocuments
-from electra_dist.corpus.prepare.filter_steps import filter_steps, formatting_steps, word_tokenizer
+from electra_dist.corpus.prepare.filter_steps import PlainWords, filter_steps, formatting_steps
 from electra_dist.corpus.prepare.prepare_config import PrepareConfig
 from electra_dist.corpus.prepare.prepare_report import WriteReport
 from electra_dist.corpus.prepare.read_sources import ExtractText, ReadSources
@@ -79,7 +79,8 @@ class _StageList:
         self.stages: list[Stage] = []
         self._config = config
         self._work = Path(config.work)
-        self._tokenizer = word_tokenizer(config)
+        # How datatrove's steps cut text into words: their argument `language`.
+        self._tokenizer = config.spacy_language if config.words == "spacy" else PlainWords()
         deduplication = config.deduplication
         # Stages that write documents and are not added yet; the last of them writes to the output.
         self._documents_left = 1 + sum(part is not None for part in deduplication.__dict__.values())

@@ -24,7 +24,7 @@ from pathlib import Path
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.config.secrets import whole_overrides
-from electra_dist.data.cache_folder import choose_cache_folder
+from electra_dist.data.node_cache import choose_cache_folder
 from electra_dist.engine.rank_environment import RankPlace, rank_place, whole_number
 from electra_dist.errors import EXIT_CRASH, EXIT_DONE
 from electra_dist.run.failures import add_strike

@@ -29,8 +29,8 @@ from pathlib import Path
 
 from electra_dist.checkpoint.commit import check_exclusive
 from electra_dist.config import Config
-from electra_dist.data.cache_folder import SHARDS_DIR
 from electra_dist.data.manifest import CorpusManifest, read_manifest
+from electra_dist.data.node_cache import SHARDS_DIR
 from electra_dist.errors import UserError
 from electra_dist.model.counts import parameter_counts
 from electra_dist.run.folder import TENSORBOARD_DIR, is_run_folder

@@ -189,8 +189,7 @@ def test_the_tasks_that_slurm_loads_write_what_local_ones_write(
     import dill
 
     from electra_dist.corpus.prepare.document_files import DOCUMENTS_DIR
-    from electra_dist.corpus.prepare.executors import _slurm_executor
-    from electra_dist.corpus.prepare.preparation import check
+    from electra_dist.corpus.prepare.preparation import _slurm_executor, check
     from electra_dist.corpus.prepare.source_plan import write_plan
 
     preparation = check(slurm_config)

@@ -259,8 +259,7 @@ def test_documents_of_others_in_the_output_are_not_replaced(write: Write, tmp_pa
 
 
 def test_a_repeated_stage_deletes_the_marks_of_its_tasks_only(write: Write, tmp_path: Path):
-    from electra_dist.corpus.prepare.executors import completed_tasks, forget_completed, run_folder
-    from electra_dist.corpus.prepare.preparation import check
+    from electra_dist.corpus.prepare.preparation import check, completed_tasks, forget_completed, run_folder
 
     config = load_section(write(), PrepareConfig)
     stage = check(config).stages[-1]

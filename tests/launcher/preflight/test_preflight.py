@@ -18,7 +18,7 @@ from electra_launcher.preflight.__main__ import main
 from support import s3_server
 from support.real_runs import REPOSITORY, write_corpus
 
-from electra_dist.data.cache_folder import choose_cache_folder
+from electra_dist.data.node_cache import choose_cache_folder
 from electra_dist.errors import StoreAway
 from electra_dist.run.failures import read_strikes
 from electra_dist.run.heartbeat import Beat, read_heartbeats

@@ -77,7 +77,6 @@ def find(
 
     from electra_dist.corpus.evaluation_texts import read_evaluation_texts
     from electra_dist.corpus.find.row_search import Query, RowSearch, rows_held_out
-    from electra_dist.corpus.find.row_uses import uses_of_found_rows
     from electra_dist.corpus.find.search_result import (
         MAX_SHOWN,
         SearchResult,
@@ -86,6 +85,7 @@ def find(
         print_result,
         print_texts,
         tree_of_texts,
+        uses_of_found_rows,
     )
     from electra_dist.run.folder import open_run
 
