@@ -288,12 +288,34 @@ def load_newest(
     Raises UserError if none of the checkpoints can be used; nothing is renamed then. Raises StoreError if one cannot
     be read and no target has a copy; it is StorageLost, on all ranks, if a later start may read it.
     """
+
+    def read(copy: Checkpoint) -> RunState:
+        """Read and verify this rank's `fragments`, and size and header of its share of the files. Collective.
+        Returns the checkpoint's run state. If any rank fails, all ranks raise the same error, a damage before any
+        other.
+        """
+        own_error: list[str] | None = None
+        try:
+            reader = CheckpointReader(copy)
+            check_resumable(reader.manifest.state, expected, older_identities, stopped)
+            # With W ranks, this rank checks every W-th file.
+            faults = reader.fill(fragments, check=reader.manifest.files[dist.get_rank() :: dist.get_world_size()])
+            if faults:
+                raise TornCheckpoint(faults[0])
+        except (TornCheckpoint, StoreError) as error:
+            own_error = [_error_of_all(error).__name__, str(error)]
+        # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
+        errors = [_ERRORS[name](text) for name, text in filter(None, gather(own_error))]
+        if errors:
+            raise min(errors, key=lambda error: not isinstance(error, TornCheckpoint))
+        return reader.manifest.state
+
     # Rank 0 alone lists the stores, so that all ranks try the same copies in the same order.
     found = from_rank_0(
         lambda: [[copy.step, copy.attempt, targets.index(copy.store)] for copy in checkpoints(targets)]
     )
     candidates = copies_of_each([Checkpoint(step, attempt, targets[target]) for step, attempt, target in found])
-    good, rejected = first_good(candidates, lambda copy: _read(copy, fragments, expected, older_identities, stopped))
+    good, rejected = first_good(candidates, read)
     if good is not None:
         notes = [
             f"{other.url} could not be read: {error}; its copy in {good.copy.store.url} is used"
@@ -304,33 +326,6 @@ def load_newest(
     if not all(isinstance(error, Discarded) for error in rejected.values()):
         raise none_is_good(rejected)
     return Loaded(None, [_set_aside(discarded, error, None) for discarded, error in rejected.items()], [])
-
-
-def _read(
-    checkpoint: Checkpoint,
-    fragments: Sequence[Fragment],
-    expected: RunState,
-    older_identities: Collection[str],
-    stopped: Collection[int],
-) -> RunState:
-    """Read and verify this rank's `fragments`, and size and header of its share of the files. Collective.
-    Returns the checkpoint's run state. If any rank fails, all ranks raise the same error, a damage before any other.
-    """
-    own_error: list[str] | None = None
-    try:
-        reader = CheckpointReader(checkpoint)
-        check_resumable(reader.manifest.state, expected, older_identities, stopped)
-        # With W ranks, this rank checks every W-th file.
-        faults = reader.fill(fragments, check=reader.manifest.files[dist.get_rank() :: dist.get_world_size()])
-        if faults:
-            raise TornCheckpoint(faults[0])
-    except (TornCheckpoint, StoreError) as error:
-        own_error = [_error_of_all(error).__name__, str(error)]
-    # Every rank reads another part of the checkpoint, and all ranks must come to the same decision.
-    errors = [_ERRORS[name](text) for name, text in filter(None, gather(own_error))]
-    if errors:
-        raise min(errors, key=lambda error: not isinstance(error, TornCheckpoint))
-    return reader.manifest.state
 
 
 def _error_of_all(own_error: TornCheckpoint | StoreError) -> type[TornCheckpoint | StoreError]:

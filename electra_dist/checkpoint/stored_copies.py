@@ -362,17 +362,6 @@ def check_resumable_without_model(
     fault = owner.fault(found)
     if fault:
         raise _cannot_resume(fault)
-    _check_skipped_steps(found, skipped, stopped)
-
-
-def _cannot_resume(fault: str) -> TornCheckpoint:
-    return TornCheckpoint(
-        f"this run cannot resume from the checkpoint, because {fault}; set run_dir and checkpoint.targets to folders "
-        f"that only this run uses"
-    )
-
-
-def _check_skipped_steps(found: RunState, skipped: Collection[int], stopped: Collection[int]) -> None:
     # Steps that the run will skip after the checkpoint do not matter to it.
     expected_skips = tuple(step for step in skipped if step < found.step)
     if found.skipped == expected_skips:
@@ -383,6 +372,13 @@ def _check_skipped_steps(found: RunState, skipped: Collection[int], stopped: Col
     raise TornCheckpoint(
         "this run skips other steps now than the run that wrote the checkpoint did up to its step; restore "
         "train.skip_steps in the config and skipped_steps.json in the run folder"
+    )
+
+
+def _cannot_resume(fault: str) -> TornCheckpoint:
+    return TornCheckpoint(
+        f"this run cannot resume from the checkpoint, because {fault}; set run_dir and checkpoint.targets to folders "
+        f"that only this run uses"
     )
 
 

@@ -187,9 +187,7 @@ class CheckpointWriter:
         """
         if self._save is not None:
             self._wait_for(self._save)
-            self._save.raise_error()
-        if self._deletion is not None:
-            self._deletion.raise_error()
+        self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise the error of a save or deletion that has failed, once; do not wait for one that is still running."""

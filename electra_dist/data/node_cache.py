@@ -92,7 +92,13 @@ def choose_cache_folder(configured: str | None, folder_in_run: Path, *, has_seve
         return CacheFolder(folder_in_run, "run_dir")
     directory = _temporary_directory()
     path = directory.path / f"electra-dist-cache-{os.getuid()}"
-    _make_private(path)
+    with writable(path):
+        path.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(path):
+        raise StoreError(
+            f"{path}: others may read or write it, or it belongs to another user or is a link; set data.cache_dir "
+            f"to a folder of your own"
+        )
     return CacheFolder(path, directory.source)
 
 
@@ -108,17 +114,6 @@ def _temporary_directory() -> CacheFolder:
         raise StoreError(
             "no temporary directory of this node is writable; set data.cache_dir to a folder on a local disk"
         ) from None
-
-
-def _make_private(path: Path) -> None:
-    """Create a folder that only this user can read and write; if it exists and others can, raise StoreError."""
-    with writable(path):
-        path.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(path):
-        raise StoreError(
-            f"{path}: others may read or write it, or it belongs to another user or is a link; set data.cache_dir "
-            f"to a folder of your own"
-        )
 
 
 def _mounts() -> list[tuple[Path, str]]:

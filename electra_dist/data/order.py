@@ -48,37 +48,19 @@ def permute(
     purpose: Purpose,
     epoch: NDArray[Any],
     block: NDArray[Any],
+    backwards: bool = False,
 ) -> Words:
     """Return the place to which a pseudo-random permutation of [0, size) moves each `index`, uint64 [k].
 
     Element i uses the permutation of [0, size[i]) that seed, purpose, epoch[i] and block[i] select. `block` is the
     number of the window when rows are permuted, and 0 when shards are. Sizes are below 2**52, epochs and blocks below
-    2**32. The C and the NumPy implementation give equal results.
+    2**32. With `backwards`, the permutation is inverted: `index` has places, and the result what is moved there. The C
+    and the NumPy implementation give equal results.
     """
-    if cpu_library.permute:
+    if cpu_library.permute and not backwards:
         return cpu_library.permute(index, size, epoch, block, seed, int(purpose), NUM_ROUNDS)
-    return _walk(index, size, epoch, block, seed=seed, purpose=purpose, backwards=False)
-
-
-def permute_back(
-    place: Integers, size: Integers, *, seed: int, purpose: Purpose, epoch: Integers, block: Integers
-) -> Words:
-    """Invert `permute`: return the index that it moves to each place, uint64 [k]."""
-    return _walk(place, size, epoch, block, seed=seed, purpose=purpose, backwards=True)
-
-
-def _walk(
-    place: NDArray[Any],
-    size: NDArray[Any],
-    epoch: NDArray[Any],
-    block: NDArray[Any],
-    *,
-    seed: int,
-    purpose: Purpose,
-    backwards: bool,
-) -> Words:
-    """Move each place by a Feistel network, or with `backwards` undo that, until it is below its size again."""
-    moved = place.astype(np.uint64)
+    # Move each element by the Feistel network, or undo that, until it is below its size.
+    moved = index.astype(np.uint64)
     sizes = size.astype(np.uint64)
     epochs = epoch.astype(np.uint64)
     blocks = block.astype(np.uint64)
@@ -231,13 +213,14 @@ class CorpusOrder:
         unshuffled = layout.shard_start[place_of_shard[shards]] + rows
         windows = np.searchsorted(layout.window_start, unshuffled, side="right") - 1
         window_starts = layout.window_start[windows]
-        offsets_in_window = permute_back(
+        offsets_in_window = permute(
             unshuffled - window_starts,
             layout.window_start[windows + 1] - window_starts,
             seed=self._seed,
             purpose=Purpose.ROW_ORDER,
             epoch=np.full(unshuffled.size, epoch),
             block=windows,
+            backwards=True,
         )
         return epoch * self.rows_per_epoch + window_starts + offsets_in_window.astype(np.int64)
 

@@ -198,14 +198,10 @@ class Shard:
                 raise
         self.has_checksums = self._checksums is not None
         self._view_all_rows(rows_per_block)
-        self.table = self._addresses()  # for the C function `cpu_library.gather_rows`, valid until `close`
-
-    def _addresses(self) -> tuple[int, int, int, int, int]:
-        # The view of all rows begins at the first block in the file, so the mapping begins that block's offset before
-        # it.
-        map_address = self._view.ctypes.data - int(self._offsets.min())
-        return (
-            map_address,
+        # For the C function `cpu_library.gather_rows`, valid until `close`. The view of all rows begins at the first
+        # block in the file, so the mapping begins that block's offset before it.
+        self.table = (
+            self._view.ctypes.data - int(self._offsets.min()),
             len(self._offsets),
             self._block_starts.ctypes.data,
             self._offsets.ctypes.data,

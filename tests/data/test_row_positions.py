@@ -7,7 +7,7 @@ from electra_kernels.keyed_random import Purpose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.data.order import CorpusOrder, permute, permute_back
+from electra_dist.data.order import CorpusOrder, permute
 
 
 @settings(max_examples=40, deadline=None)
@@ -38,5 +38,5 @@ def test_a_permutation_of_any_length_is_undone(size: int, seed: int, data: st.Da
     key = {"seed": seed, "purpose": Purpose.ROW_ORDER}
     place = permute(index, sizes, **key, epoch=np.full(index.size, 7), block=block)
 
-    back = permute_back(place.astype(np.int64), sizes, **key, epoch=np.full(index.size, 7), block=block)
+    back = permute(place.astype(np.int64), sizes, **key, epoch=np.full(index.size, 7), block=block, backwards=True)
     assert back.tolist() == index.tolist()

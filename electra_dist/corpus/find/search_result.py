@@ -6,7 +6,7 @@ How: the order in which a run uses rows is a function of its config. `data/order
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -47,20 +47,15 @@ class RowUse(NamedTuple):
         return "read" if self.is_done else "to come"
 
 
-class StepCounter:
-    """Counter of the steps of a run that use found rows; a step that uses several found rows counts once."""
+def count_steps(uses: Iterable[RowUse]) -> dict[str, int]:
+    """Return how many steps have read one of some rows (`read`), will read one (`to_come`), or are `skipped`.
 
-    def __init__(self) -> None:
-        self._steps: dict[UseState, set[int]] = {"read": set(), "to come": set(), "skipped": set()}
-
-    def add(self, uses: Sequence[RowUse]) -> None:
-        """Count the steps that use one found row; a step that was counted for an earlier row is not counted again."""
-        for use in uses:
-            self._steps[use.state].add(use.step)
-
-    def counts(self) -> dict[str, int]:
-        """Return how many steps have read one of the rows (`read`), will read one (`to_come`), or are `skipped`."""
-        return {state.replace(" ", "_"): len(steps) for state, steps in self._steps.items()}
+    `uses` are those of all rows; a step that uses several of them counts once.
+    """
+    steps: dict[UseState, set[int]] = {"read": set(), "to come": set(), "skipped": set()}
+    for use in uses:
+        steps[use.state].add(use.step)
+    return {state.replace(" ", "_"): len(numbers) for state, numbers in steps.items()}
 
 
 def uses_of_found_rows(
@@ -68,18 +63,19 @@ def uses_of_found_rows(
 ) -> tuple[list[list[RowUse]], dict[str, int]]:
     """Return the uses of each of the first `num_listed` rows, and counts of the steps that use any found row.
 
-    The uses of a row ascend by step; `StepCounter.counts` names the counts. Rows are processed in blocks to save
-    memory.
+    The uses of a row ascend by step; `count_steps` names the counts. Rows are processed in blocks to save memory.
     """
     listed: list[list[RowUse]] = []
-    counter = StepCounter()
-    for start in range(0, len(found.rows), _BLOCK_ROWS):
-        block = slice(start, start + _BLOCK_ROWS)
-        uses = uses_of_rows(found.shards[block], found.rows[block], corpora, config, run)
-        for uses_of_row in uses:
-            counter.add(uses_of_row)
-        listed += uses[: max(0, num_listed - start)]
-    return listed, counter.counts()
+
+    def all_uses() -> Iterator[RowUse]:
+        for start in range(0, len(found.rows), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            uses = uses_of_rows(found.shards[block], found.rows[block], corpora, config, run)
+            listed.extend(uses[: max(0, num_listed - start)])
+            yield from itertools.chain.from_iterable(uses)
+
+    counts = count_steps(all_uses())
+    return listed, counts
 
 
 def uses_of_rows(
@@ -118,7 +114,7 @@ class SearchResult(NamedTuple):
     heldout_rows: int = 0  # rows of the held-out corpus with the source or document
     sources: Sequence[str] = ()  # names of all sources of the corpus; set only if no row of the given source was found
     uses: list[list[RowUse]] | None = None  # of each listed row by a run; None without a run
-    step_counts: dict[str, int] | None = None  # `StepCounter.counts` of all found rows; None without a run
+    step_counts: dict[str, int] | None = None  # `count_steps` of all found rows; None without a run
     num_steps: int = 0  # steps of the whole run
 
     @property
@@ -328,11 +324,8 @@ def _is_read(one: FoundText) -> bool:
 
 
 def _step_counts(texts: Sequence[FoundText]) -> dict[str, int]:
-    counter = StepCounter()
-    for one in texts:
-        for uses in one.uses or ():
-            counter.add(uses)
-    return counter.counts()
+    uses_of_rows_of_texts = itertools.chain.from_iterable(one.uses or () for one in texts)
+    return count_steps(itertools.chain.from_iterable(uses_of_rows_of_texts))
 
 
 def _steps_text(one: FoundText) -> str:
