@@ -62,7 +62,7 @@ class AllSections(Section):
     def cache_folder(self) -> Path:
         """Return the folder for shards fetched from S3 and for compiled code, used by commands and runs on one node.
 
-        Runs on several nodes call `choose_cache_folder` (data/cache_folder.py) instead.
+        Runs on several nodes call `choose_cache_folder` (data/node_cache.py) instead.
         """
         return Path(self.data.cache_dir or Path(self.run_dir) / CACHE_DIR)
 
