@@ -41,6 +41,10 @@ from electra_dist.tokenizer import Vocabulary
 NUM_BINS = 16  # bars of a histogram of lengths from 0 to seq_len tokens
 _NUM_SAMPLES = 12  # rows whose text is shown
 _CONTINUATION = "##"  # begins a word-piece that continues a word
+_NOT_STATED = "not stated"
+_SAMPLE_CHARACTERS = 700  # characters of a sample example that are shown
+# Lengths of bars are logarithmic if the median bar would be shorter than this share of the longest one.
+_HIDDEN_SHARE = 0.03
 
 
 @dataclass
@@ -174,12 +178,6 @@ def _texts(row: NDArray[np.integer], vocabulary: Vocabulary) -> list[str]:
         else:
             texts[-1] += f" {token}" if texts[-1] else token
     return texts
-
-
-_NOT_STATED = "not stated"
-_SAMPLE_CHARACTERS = 700  # characters of a sample example that are shown
-# Lengths of bars are logarithmic if the median bar would be shorter than this share of the longest one.
-_HIDDEN_SHARE = 0.03
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ from electra_dist.run.records import read_records
 from electra_dist.train.guard import SkipList
 
 _BLOCK_ROWS = 1 << 18  # rows whose uses are computed together
+MAX_SHOWN = 50  # rows that the table lists
+_MAX_DOCUMENTS = 3  # documents of a row that the table lists
+_SHOWN_CHARS = 60  # of a text, in the table
+_SHOWN_STEPS = 3  # of a text, in the table
 
 UseState = Literal["read", "to come", "skipped"]
 
@@ -96,10 +100,6 @@ def uses_of_rows(
         steps = [(use.epoch, use.position // global_batch) for use in positions]
         uses.append([RowUse(epoch, step, step in skipped, step < steps_done) for epoch, step in steps])
     return uses
-
-
-MAX_SHOWN = 50  # rows that the table lists
-_MAX_DOCUMENTS = 3  # documents of a row that the table lists
 
 
 class SearchResult(NamedTuple):
@@ -201,10 +201,6 @@ def _documents_text(documents: list[RowDocument]) -> str:
     names = list(dict.fromkeys(f"{document.source}: {document.document}" for document in documents))
     shown = "; ".join(names[:_MAX_DOCUMENTS])
     return shown if len(names) <= _MAX_DOCUMENTS else f"{shown}; and {len(names) - _MAX_DOCUMENTS} more"
-
-
-_SHOWN_CHARS = 60  # of a text, in the table
-_SHOWN_STEPS = 3  # of a text, in the table
 
 
 class FoundText(NamedTuple):

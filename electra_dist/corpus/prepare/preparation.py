@@ -55,8 +55,122 @@ from electra_dist.store.open_store import open_store
 _RUN_DIR = "run"  # of a stage: datatrove's completions, logs, statistics and job script
 _LOCK_FILE = "lock"
 _PROGRESS_INTERVAL_S = 0.5
+# Key of a file -> what it is, and where it comes from.
+_HOW_TO_GET = {
+    "filters.language.model": "download lid.176.bin (https://fasttext.cc/docs/en/language-identification.html)",
+    "filters.c4_bad_words.list": "download the list of the language "
+    "(https://github.com/LDNOOBW/List-of-Dirty-Naughty-Obscene-and-Otherwise-Bad-Words)",
+    "filters.classifier.model": "train or download a fastText model",
+}
 
 Report = Callable[[str, int, int], None]  # name of a stage, completed tasks, all tasks
+
+
+class Preparation(NamedTuple):
+    """A run of `corpus prepare` that passed all checks: its config, its files for each task, and its stages."""
+
+    config: PrepareConfig
+    plan: SourcePlan
+    stages: list[Stage]
+    evaluation: EvaluationTexts | None  # what `filters.decontamination` looks for
+
+
+def check(config: PrepareConfig) -> Preparation:
+    """Check everything that a run of `corpus prepare` needs, and return its plan and stages; write nothing.
+
+    Raises UserError if a file or a package is missing, a model lacks a label, or the output or work folder is in a
+    source.
+    """
+    for key, path in local_files(config).items():
+        if not path.is_file():
+            advice = _HOW_TO_GET.get(key, "write it, one entry a line")
+            raise UserError(f"{key}: there is no file {path}; {advice} and set {key} to its path")
+    if config.words == "spacy" and importlib.util.find_spec("spacy") is None:
+        raise UserError("words: spacy: the package spacy is not installed; pip install spacy, or set words: plain")
+    filters = config.filters
+    if filters.language is not None:
+        check_labels("filters.language.languages", filters.language.languages, filters.language.model)
+    if filters.classifier is not None:
+        check_labels("filters.classifier.keep", filters.classifier.keep, filters.classifier.model)
+    _refuse_folders_in_sources(config)
+    plan = make_plan(config)
+    sought = config.filters.decontamination
+    evaluation = None
+    if sought is not None:
+        evaluation = read_evaluation_texts(sought.files, sought.min_words, EVALUATION_KEY)
+    return Preparation(config, plan, make_stages(config), evaluation)
+
+
+def run(preparation: Preparation, report: Report) -> None:
+    """Run on this machine the tasks that are not completed; return when prepare.json is written.
+
+    `report` shows the progress. If a new preparation fails before it has completed a task, its plan.json is deleted,
+    so that a corrected config may use the same work folder. Raises UserError if the work folder holds another
+    preparation or another process uses it, or if a task raises it, for example for a damaged file; WorkerKilled if a
+    worker process was killed.
+    """
+    config = preparation.config
+    is_new = _begin(preparation)
+    try:
+        logger.remove()  # datatrove's messages are in the logs of the tasks
+        with _only_process(Path(config.work)):
+            for stage in preparation.stages:
+                with _progress(config, stage, report):
+                    _run_locally(config, stage)
+    except StoreError:
+        raise
+    except (UserError, KeyboardInterrupt):
+        has_result = any(completed_tasks(config, stage) for stage in preparation.stages)
+        if is_new and not has_result:
+            _give_up(preparation)
+        raise
+
+
+def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
+    """Submit the stages that are not complete to Slurm; return the job ids: name of the stage -> id."""
+    is_new = _begin(preparation)
+    try:
+        return _submit(preparation.config, preparation.stages)
+    except NothingSubmitted:
+        if is_new:
+            _give_up(preparation)
+        raise
+
+
+def finished_report(preparation: Preparation) -> PrepareReport | None:
+    """Return the content of prepare.json if the preparation is complete; None if it is not.
+
+    Raises UserError if prepare.json is damaged, or belongs to another preparation or to other files.
+    """
+    config = preparation.config
+    store = open_store(config.output, config.endpoint_url)
+    next_step = "delete it and run the same command again, or set another `output`"
+    report = find_document((store, REPORT_FILE), REPORT, next_step)
+    if report is None:
+        return None
+    # A key that is missing in the report counts as null: the release that wrote it may not have had that key.
+    difference = first_difference(report["config"], json.loads(json.dumps(preparation.plan.identity)))
+    if difference is not None:
+        raise UserError(
+            f"{store.url}/{REPORT_FILE}: is the result of another preparation ({difference.key} was "
+            f"{json.dumps(difference.old)}, is {json.dumps(difference.new)}); set another `output`, or delete the "
+            f"files in this folder"
+        )
+    for name, counts in report["sources"].items():
+        sizes = [file.size for file in preparation.plan.files if file.source == name]
+        if (len(sizes), sum(sizes)) != (counts["files"], counts["bytes"]):
+            raise UserError(
+                f"{store.url}/{REPORT_FILE}: is the result of other files of the source {name} "
+                f"({counts['bytes']:,} bytes in {counts['files']:,}, now {sum(sizes):,} in {len(sizes):,}); set "
+                "another `output` and `work`"
+            )
+    return report
+
+
+def tasks_left(preparation: Preparation) -> dict[str, int]:
+    """Return how many tasks of each stage are not completed: name of the stage -> number."""
+    config = preparation.config
+    return {stage.name: stage.num_tasks - completed_tasks(config, stage) for stage in preparation.stages}
 
 
 def _submit(config: PrepareConfig, stages: Sequence[Stage]) -> dict[str, str]:
@@ -230,122 +344,6 @@ def _progress(config: PrepareConfig, stage: Stage, report: Report) -> Iterator[N
         ended.set()
         thread.join()
     report(stage.name, completed_tasks(config, stage), stage.num_tasks)
-
-
-# Key of a file -> what it is, and where it comes from.
-_HOW_TO_GET = {
-    "filters.language.model": "download lid.176.bin (https://fasttext.cc/docs/en/language-identification.html)",
-    "filters.c4_bad_words.list": "download the list of the language "
-    "(https://github.com/LDNOOBW/List-of-Dirty-Naughty-Obscene-and-Otherwise-Bad-Words)",
-    "filters.classifier.model": "train or download a fastText model",
-}
-
-
-class Preparation(NamedTuple):
-    """A run of `corpus prepare` that passed all checks: its config, its files for each task, and its stages."""
-
-    config: PrepareConfig
-    plan: SourcePlan
-    stages: list[Stage]
-    evaluation: EvaluationTexts | None  # what `filters.decontamination` looks for
-
-
-def check(config: PrepareConfig) -> Preparation:
-    """Check everything that a run of `corpus prepare` needs, and return its plan and stages; write nothing.
-
-    Raises UserError if a file or a package is missing, a model lacks a label, or the output or work folder is in a
-    source.
-    """
-    for key, path in local_files(config).items():
-        if not path.is_file():
-            advice = _HOW_TO_GET.get(key, "write it, one entry a line")
-            raise UserError(f"{key}: there is no file {path}; {advice} and set {key} to its path")
-    if config.words == "spacy" and importlib.util.find_spec("spacy") is None:
-        raise UserError("words: spacy: the package spacy is not installed; pip install spacy, or set words: plain")
-    filters = config.filters
-    if filters.language is not None:
-        check_labels("filters.language.languages", filters.language.languages, filters.language.model)
-    if filters.classifier is not None:
-        check_labels("filters.classifier.keep", filters.classifier.keep, filters.classifier.model)
-    _refuse_folders_in_sources(config)
-    plan = make_plan(config)
-    sought = config.filters.decontamination
-    evaluation = None
-    if sought is not None:
-        evaluation = read_evaluation_texts(sought.files, sought.min_words, EVALUATION_KEY)
-    return Preparation(config, plan, make_stages(config), evaluation)
-
-
-def run(preparation: Preparation, report: Report) -> None:
-    """Run on this machine the tasks that are not completed; return when prepare.json is written.
-
-    `report` shows the progress. If a new preparation fails before it has completed a task, its plan.json is deleted,
-    so that a corrected config may use the same work folder. Raises UserError if the work folder holds another
-    preparation or another process uses it, or if a task raises it, for example for a damaged file; WorkerKilled if a
-    worker process was killed.
-    """
-    config = preparation.config
-    is_new = _begin(preparation)
-    try:
-        logger.remove()  # datatrove's messages are in the logs of the tasks
-        with _only_process(Path(config.work)):
-            for stage in preparation.stages:
-                with _progress(config, stage, report):
-                    _run_locally(config, stage)
-    except StoreError:
-        raise
-    except (UserError, KeyboardInterrupt):
-        has_result = any(completed_tasks(config, stage) for stage in preparation.stages)
-        if is_new and not has_result:
-            _give_up(preparation)
-        raise
-
-
-def submit_to_slurm(preparation: Preparation) -> dict[str, str]:
-    """Submit the stages that are not complete to Slurm; return the job ids: name of the stage -> id."""
-    is_new = _begin(preparation)
-    try:
-        return _submit(preparation.config, preparation.stages)
-    except NothingSubmitted:
-        if is_new:
-            _give_up(preparation)
-        raise
-
-
-def finished_report(preparation: Preparation) -> PrepareReport | None:
-    """Return the content of prepare.json if the preparation is complete; None if it is not.
-
-    Raises UserError if prepare.json is damaged, or belongs to another preparation or to other files.
-    """
-    config = preparation.config
-    store = open_store(config.output, config.endpoint_url)
-    next_step = "delete it and run the same command again, or set another `output`"
-    report = find_document((store, REPORT_FILE), REPORT, next_step)
-    if report is None:
-        return None
-    # A key that is missing in the report counts as null: the release that wrote it may not have had that key.
-    difference = first_difference(report["config"], json.loads(json.dumps(preparation.plan.identity)))
-    if difference is not None:
-        raise UserError(
-            f"{store.url}/{REPORT_FILE}: is the result of another preparation ({difference.key} was "
-            f"{json.dumps(difference.old)}, is {json.dumps(difference.new)}); set another `output`, or delete the "
-            f"files in this folder"
-        )
-    for name, counts in report["sources"].items():
-        sizes = [file.size for file in preparation.plan.files if file.source == name]
-        if (len(sizes), sum(sizes)) != (counts["files"], counts["bytes"]):
-            raise UserError(
-                f"{store.url}/{REPORT_FILE}: is the result of other files of the source {name} "
-                f"({counts['bytes']:,} bytes in {counts['files']:,}, now {sum(sizes):,} in {len(sizes):,}); set "
-                "another `output` and `work`"
-            )
-    return report
-
-
-def tasks_left(preparation: Preparation) -> dict[str, int]:
-    """Return how many tasks of each stage are not completed: name of the stage -> number."""
-    config = preparation.config
-    return {stage.name: stage.num_tasks - completed_tasks(config, stage) for stage in preparation.stages}
 
 
 def _begin(preparation: Preparation) -> bool:
