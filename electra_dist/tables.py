@@ -197,7 +197,7 @@ class Table(NamedTuple):
     file: Path
     columns: list[str]
     lines: Callable[[], Iterator[tuple[int, JsonLine]]]  # each line that is not blank, with its number from 1
-    sha256: str  # of the bytes
+    sha256: str  # of the bytes, and of a delimiter that does not follow from them and the kind of table
     may_be_short: bool = False  # whether a line may have fewer columns than the header, as in .tsv files
 
 
@@ -236,10 +236,15 @@ def csv_table(file: Path, raw: bytes, delimiter: str | None) -> Table:
     """Parse a table with quotes, `raw`, which is the content of `file`; None: find the delimiter in the header."""
     text = _decode(raw, file)
     first_line = next((line for line in _LINE_END.split(text) if line.strip()), "")
-    chosen = delimiter or delimiter_of(first_line)
+    found = delimiter_of(first_line)
+    chosen = delimiter or found
     _, header_cells = next(_csv_cells(file, text, chosen), (0, []))
     header = [name.strip() for name in header_cells]
-    return Table(file, header, lambda: _csv_lines(file, text, chosen, header), hashlib.sha256(raw).hexdigest())
+    digest = hashlib.sha256(raw)
+    # The same bytes would give other texts with the delimiter of the header or, split at tabs, as a .tsv file.
+    if chosen != found or chosen == "\t":
+        digest.update(f"\n, quoted and separated by {chosen!r}".encode())
+    return Table(file, header, lambda: _csv_lines(file, text, chosen, header), digest.hexdigest())
 
 
 def refuse_spreadsheet(file: Path) -> None:

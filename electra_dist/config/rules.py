@@ -29,18 +29,9 @@ from electra_dist.errors import UserError
 
 # Folders in a run folder that hold something else than checkpoints (`run/folder.py`).
 RUN_FOLDERS = (
-    CACHE_DIR,
-    "earlier",
-    "export",
-    "failures",
-    "hangs",
-    "heartbeats",
-    "lease",
-    "meeting",
-    "slurm",
-    "tensorboard",
+    CACHE_DIR, "earlier", "export", "failures", "hangs", "heartbeats", "lease", "meeting", "slurm", "tensorboard",
     "wandb",
-)
+)  # fmt: skip
 # Of more numbers of ranks than these, an error lists the first and the last ones.
 _MOST_RANKS_SHOWN = 12
 _FIRST_RANKS_SHOWN = 6
@@ -324,8 +315,17 @@ def check_new_run(config: AllSections) -> None:
                 f"run_dir: {config.run_dir} is the folder of {use}, of which a run would replace files such as "
                 f"tokenizer.json; set run_dir to a folder of its own"
             )
-    num_steps = config.train.num_steps
-    optimizer = config.optimizer
+    objective, optimizer, num_steps = config.objective, config.optimizer, config.train.num_steps
+    if objective.facts.gives_energies and (objective.temperature != 1 or objective.disallow_correct):
+        raise UserError(
+            "objective.name: electric learns log-probabilities only if its noise is drawn from the noise model's own "
+            "distribution; set objective.temperature: 1 and objective.disallow_correct: false"
+        )
+    if optimizer.name == "lamb" and not (optimizer.weight_decay and optimizer.for_generator.weight_decay):
+        raise UserError(
+            "optimizer.name: lamb scales the updates of decayed parameters only; with a weight_decay of 0 all steps "
+            "are Adam's; set optimizer.weight_decay, and that of optimizer.generator, to 1e-6 or more"
+        )
     warmups = {"optimizer.warmup_steps": optimizer.warmup_steps}
     if optimizer.generator is not None and optimizer.generator.warmup_steps is not None:
         warmups["optimizer.generator.warmup_steps"] = optimizer.generator.warmup_steps

@@ -54,7 +54,7 @@ class Texts(NamedTuple):
     line: list[int]  # line of each example in the file, counted from 1
     skipped: int  # number of lines that were left out because they have too few columns
     file: Path
-    sha256: str  # of the bytes of the file
+    sha256: str  # of the file, as `Table` has it
 
     def remarks(self) -> list[str]:
         """Return a line on lines that were left out, and one on first or second texts that look like no text."""

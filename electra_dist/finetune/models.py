@@ -36,12 +36,12 @@ from electra_kernels.operation_types import SpecialIds
 from torch import nn
 from typing_extensions import override
 
-from electra_dist.errors import missing_packages
+from electra_dist.errors import UserError, missing_packages
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.model.attention import derive
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
-from electra_dist.pretrained.hf import ELECTRA, Family, State, family_of, to_hf
+from electra_dist.pretrained.hf import ELECTRA, MODERNBERT, Family, State, family_of, to_hf
 from electra_dist.pretrained.hf_settings import hf_config
 
 NO_WORD = -100  # target of a token that is not the first piece of a word
@@ -79,6 +79,10 @@ class HuggingFaceNetwork(Network):
         inputs = {"input_ids": ids_BS, "attention_mask": (ids_BS != self.special.pad).long()}
         if self.has_token_types:
             inputs["token_type_ids"] = derive(ids_BS, self.special).token_type_BS
+            # Padding up to a multiple of 8 may be longer than the table of positions; any position does for it.
+            config: Any = self.model.config
+            position_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+            inputs["position_ids"] = position_S.clamp(max=config.max_position_embeddings - 1)[None]
         output = self.model(**inputs)
         if "start_logits" in output:
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
@@ -107,6 +111,13 @@ class StockNetwork(HuggingFaceNetwork):
             raise missing_packages("fine-tuning", "finetune") from None
         encoder.check_complete()
         family = family_of(encoder.model)
+        width, hidden_size = encoder.model.embedding_size, encoder.tower.hidden_size
+        if family is MODERNBERT and width != hidden_size:
+            raise UserError(
+                f"{encoder.name}: the layers are {hidden_size} wide and the token table is {width} wide, but "
+                f"transformers' ModernBERT has one width for both; use the discriminator, or add --set head=paper, "
+                f"which writes predictions but no model"
+            )
         name = family.token_class.removesuffix("ForMaskedLM")
         architecture = f"{name}Model" if task == "Model" else f"{name}For{task}"
         shape = encoder.model.model_copy(

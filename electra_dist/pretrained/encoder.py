@@ -174,11 +174,14 @@ class Pretrained:
 
     @cached_property
     def digest(self) -> str:
-        """Return a SHA-256 in hexadecimal over the vocabulary and the names and bytes of all weights.
+        """Return a SHA-256 in hexadecimal over the vocabulary, its casing, and the names and bytes of all weights.
 
         Fine-tuning stores its results under this digest, so that they belong to these weights alone.
         """
         digest = hashlib.sha256(self.vocabulary.sha256.encode())
+        # A tokenizer.json says itself what becomes of capitals; a vocab.txt does not.
+        if self.vocabulary.tokenizer_json is None and not self.tokenizer.lowercase:
+            digest.update(b"cased")
         for key in sorted(self.state):
             digest.update(key.encode())
             digest.update(self.state[key].contiguous().view(torch.uint8).numpy().data)

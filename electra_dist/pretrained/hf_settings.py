@@ -15,6 +15,7 @@ from electra_dist.errors import UserError
 from electra_dist.pretrained.hf import ELECTRA, MODERNBERT, TOWER_SHAPE, Family, TowerName, family_of, tower_of
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # types of layers in newer files: global and local ones
+_CLASSES_FOR_TEXTS = {"ModernBertForSequenceClassification", "ModernBertForMultipleChoice"}
 _ROTARY_BASES = {_FULL: "global_rope_theta", _SLIDING: "local_rope_theta"}  # keys of older files
 
 
@@ -95,13 +96,13 @@ def _check_repetitions(where: str, settings: Mapping[str, Any], window: object) 
 
 
 def is_of_a_task(settings: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a ModernBERT that was fine-tuned to classify whole texts.
+    """Return whether a config.json is that of a ModernBERT that was fine-tuned to classify or compare whole texts.
 
-    The head of such a model must not be read as a pretraining head. If it has a single output, as for a regression,
-    its parameters have the same names and shapes as in the head of a discriminator.
+    The head of such a model must not be read as a pretraining head. If it has a single output, as for a regression or
+    the choice among answers, its parameters have the same names and shapes as in the head of a discriminator.
     """
     architectures = settings.get("architectures")
-    return isinstance(architectures, list) and "ModernBertForSequenceClassification" in architectures
+    return isinstance(architectures, list) and not _CLASSES_FOR_TEXTS.isdisjoint(map(str, architectures))
 
 
 def _rotary_parameters(where: str, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -175,6 +175,25 @@ def test_phases_that_cannot_be_meant_are_refused_in_one_line(phases: str, messag
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "overrides", [[], [_CONSTANT, "objective.disallow_correct=true"], ["objective.temperature=2"]]
+)
+def test_noise_of_electric_from_another_distribution_than_its_loss_assumes_is_refused(overrides: list[str]) -> None:
+    """The demo has a falling temperature."""
+    check_new_run(load_config(DEMO, ["objective.name=electric", _CONSTANT]))
+    with pytest.raises(UserError, match=r"^objective\.name: electric learns .* set objective\.temperature: 1 and"):
+        check_new_run(load_config(DEMO, ["objective.name=electric", *overrides]))
+
+
+@pytest.mark.parametrize("key", ["optimizer.weight_decay", "optimizer.generator.weight_decay"])
+def test_lamb_without_decay_is_refused_because_it_scales_no_update(key: str) -> None:
+    """`test_lamb.py` has the rule: a group without decay gets Adam's steps."""
+    check_new_run(load_config(DEMO, ["optimizer.name=lamb", _STAGE_0, f"{key}=1e-6"]))
+    check_new_run(load_config(DEMO, ["optimizer.name=adamw", _STAGE_0, f"{key}=0"]))
+    with pytest.raises(UserError, match=r"^optimizer\.name: lamb scales .* to 1e-6 or more$"):
+        check_new_run(load_config(DEMO, ["optimizer.name=lamb", _STAGE_0, f"{key}=0"]))
+
+
 def test_a_trapezoid_whose_slopes_do_not_fit_into_the_run_is_refused() -> None:
     settings = ["optimizer.shape=trapezoid", "train.num_steps=100", "optimizer.warmup_steps=90"]
     check_new_run(load_config(CONFIGS / "small.yaml", settings))

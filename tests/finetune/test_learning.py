@@ -21,6 +21,7 @@ from electra_dist.finetune.stored_scores import summarize
 from electra_dist.finetune.text_task import TextTask
 from electra_dist.finetune.training_loop import Diverged, fit
 from electra_dist.pretrained.encoder import Pretrained
+from electra_dist.tokenizer import new_tokenizer
 
 CPU = torch.device("cpu")
 SPEC = TextSpec(name="animals", text_a="text", text_b=None, label="label")
@@ -70,6 +71,8 @@ def test_a_probe_of_a_random_encoder_separates_the_labels_and_does_not_change_th
     assert result.numbers() == result_with_other_lr.numbers()  # nothing is trained by gradient steps
     copy = dataclasses.replace(encoder)  # the digest is stored in the object, so only a copy computes it anew
     assert copy.digest == digest_before
+    cased = dataclasses.replace(encoder, tokenizer=new_tokenizer(encoder.vocabulary, lowercase=False))
+    assert cased.digest != digest_before  # the same weights read other tokens
 
 
 def write_squad_files(folder: Path) -> None:

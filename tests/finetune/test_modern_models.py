@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     ModernBertForMaskedLM,
+    ModernBertForMultipleChoice,
     ModernBertForSequenceClassification,
     ModernBertForTokenClassification,
     ModernBertModel,
@@ -23,6 +25,7 @@ from transformers import (
 )
 
 from electra_dist.config import ModelConfig
+from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import TextSpec
@@ -125,6 +128,38 @@ def test_hugging_faces_classes_give_the_logits_of_the_trained_classifier_and_reg
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
         # The head of a task is not taken for one that detects replaced tokens.
         assert load_pretrained(str(tmp_path / "m")).head_state() == {}
+
+
+def test_a_generator_narrower_than_its_tables_is_refused_because_transformers_has_no_class_for_it(
+    modern_model: ModelConfig, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    narrow = modern_model.generator.model_copy(update={"hidden_size": 16})
+    model = modern_model.model_copy(update={"generator": narrow})
+    state = build_towers(model, 3).state_dict()
+    generator = Pretrained.from_state("narrow", state, model, vocabulary, lowercase=True, tower="generator")
+    task = text_task(tmp_path / "task", ["a", "b"])
+
+    with pytest.raises(
+        UserError, match=r"narrow: the layers are 16 wide and the token table is 32 wide, .* head=paper"
+    ):
+        task.model(generator, FAST, seed=0)
+    task.model(generator, FAST.model_copy(update={"head": "paper"}), seed=0)
+
+
+def test_the_head_of_a_choice_among_answers_is_not_taken_for_one_that_detects_replaced_tokens(
+    modern_encoder: Pretrained, exports: Path, tmp_path: Path
+) -> None:
+    """It has one output, and its parameters have the names and shapes of a discriminator's head."""
+    choice = ModernBertForMultipleChoice.from_pretrained(exports / "discriminator")
+    choice.save_pretrained(tmp_path / "choice")
+    shutil.copytree(exports / "discriminator", tmp_path / "choice", ignore=_not_of_a_tokenizer, dirs_exist_ok=True)
+
+    assert load_pretrained(str(exports / "discriminator")).head_state()
+    assert load_pretrained(str(tmp_path / "choice")).head_state() == {}
+
+
+def _not_of_a_tokenizer(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name not in ("vocab.txt", "tokenizer.json", "tokenizer_config.json")]
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import subprocess
 import sys
@@ -142,6 +143,14 @@ def test_empty_cells_keep_their_row_and_quotes_of_a_program_are_remarked_on(tmp_
     as_csv = open_custom(tmp_path / "x.tsv", dev=tmp_path / "x.tsv", delimiter="\\t")
     assert as_csv.train.a == texts and not any("quotes" in note for note in as_csv.notes)
     assert sum("1 of 4 texts are empty (line 3)" in note for note in as_csv.notes) == len(as_csv.notes) - 1 == 2
+    # Results are stored under the digest, so texts that are read otherwise have another one.
+    without_delimiter = open_custom(tmp_path / "x.tsv", dev=tmp_path / "x.tsv")
+    (tmp_path / "renamed.csv").write_bytes((tmp_path / "x.tsv").read_bytes())
+    renamed = open_custom(tmp_path / "renamed.csv", dev=tmp_path / "renamed.csv")
+    assert renamed.train.a == texts != without_delimiter.train.a
+    assert without_delimiter.digest != as_csv.digest == renamed.digest
+    of_bytes = hashlib.sha256((tmp_path / "x.csv").read_bytes()).hexdigest()
+    assert read_table(tmp_path / "x.csv").sha256 == read_table(tmp_path / "x.csv", ",").sha256 == of_bytes
     (tmp_path / "y.csv").write_text("\n ,\ntext,label\na b,x\n,\nc d,y\n")
     with pytest.raises(UserError, match=r"y\.csv:5: the label is empty"):
         open_custom(tmp_path / "y.csv")

@@ -17,6 +17,7 @@ from electra_dist.finetune.models import Classifier, Network, StockNetwork, labe
 from electra_dist.finetune.paper_heads import PaperClassifier, PaperSpanModel, SpanHead
 from electra_dist.finetune.passage_windows import AnswerWindow
 from electra_dist.finetune.squad_task import best_spans
+from electra_dist.finetune.training_loop import predict
 from electra_dist.model.encoder import DropoutKeys
 from electra_dist.pretrained.encoder import Pretrained
 
@@ -60,6 +61,22 @@ def test_a_classifier_is_one_or_two_dense_layers_on_the_state_of_cls_with_cross_
     np.testing.assert_allclose(model.predict(IDS).detach().numpy(), logits, atol=1e-6)
     loss = model(IDS, torch.tensor([[2], [0]]), DropoutKeys.off(IDS))
     assert loss.item() == pytest.approx(cross_entropy, abs=1e-6)
+
+
+@pytest.mark.parametrize("head", ["paper", "transformers"])
+def test_rows_as_long_as_the_model_has_positions_are_padded_beyond_them(encoder: Pretrained, head: str) -> None:
+    """Rows are padded to a multiple of 8, here to 64 tokens for 61 positions; padding changes no output."""
+    state = encoder.state | {"embeddings.position.weight": encoder.state["embeddings.position.weight"][:61]}
+    short = dataclasses.replace(encoder, model=encoder.model.model_copy(update={"max_positions": 61}), state=state)
+    network: Network = PaperClassifier(short, 3, SETTINGS, seed=1)
+    if head == "transformers":
+        network = StockNetwork(short, "SequenceClassification", labels_config("abc"), SETTINGS, seed=1)
+    model = Classifier(network, short.special).eval()
+    row = [CLS, *range(60, 119), SEP]
+
+    ((_, padded_logits),) = predict(model.predict, [row], PAD, batch=1, device=torch.device("cpu"))
+
+    torch.testing.assert_close(padded_logits, model.predict(torch.tensor([row])), atol=1e-6, rtol=0)
 
 
 def test_the_papers_classifier_reads_the_mean_of_all_states_but_padding_where_it_is_asked_to(

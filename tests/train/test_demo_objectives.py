@@ -21,7 +21,7 @@ WAYS = {
     "rtd_masked_only": {"name": "rtd_masked_only"},
     "replace_mlm": {"name": "replace_mlm"},
     "all_tokens_mlm": {"name": "all_tokens_mlm"},
-    "electric": {"name": "electric"},
+    "electric": {"name": "electric", "temperature": 1},
     "adversarial": {"name": "adversarial"},
     "two-stage": {"generator_only_steps": 30},
     "uniform generator": {"generator": "uniform"},
