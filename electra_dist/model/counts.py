@@ -9,7 +9,7 @@ local layers (`model.architecture: modern`) over the window. Logits over the voc
 needs them: at the masked positions (`mask_prob` of all), or at all positions (all_tokens_mlm, electric's noise model).
 If `mask_prob` is scheduled, its mean over the run is used for every step. Embedding look-ups, LayerNorm, GELU, softmax
 and recomputation are not counted. ELECTRA-Large at 512: 2.169 GFLOP per token, of which the generator is 0.200. The
-reference's own script counts backward as 1 x forward and gets less (`planning/paper_flops.py`).
+reference's own script counts backward as 1 x forward and gets less (`planning/training_days.py`).
 
 Limits: every row counts as full. Packed examples attend to fewer than `seq_len` tokens, and pads are not real tokens,
 so MFU is that of the nominal shape.

@@ -10,21 +10,18 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich import box
-from rich.console import Group
 from rich.table import Table
 
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config.schedule import Schedule, schedules_of, value_at
-from electra_dist.console import Console
+from electra_dist.console import Console, styled
 from electra_dist.engine.state_layout import PARTS
-from electra_dist.escapes import printable
 from electra_dist.gpu_models import GPU_MEMORY_GB, GPUS_WITHOUT_BF16
 from electra_dist.model.counts import frozen_generator_parameters
 from electra_dist.planning.activation_memory import FREE_FRACTION, micro_batch_limit
 from electra_dist.planning.multi_node_scaling import ASSUMPTIONS, Cluster, Scaled
-from electra_dist.planning.paper_flops import generator_training, run_flops_by_paper
 from electra_dist.planning.plan import Plan, PlannedPhase
-from electra_dist.planning.training_days import Budget
+from electra_dist.planning.training_days import Budget, generator_training, run_flops_by_paper
 from electra_dist.run.number_formats import format_count, format_duration
 from electra_dist.store.open_store import REMOTE_SCHEMES
 
@@ -33,12 +30,13 @@ _NOTE_ON_FP32 = (
     "no time is predicted in fp32: peaks are known for 16 bits only; `electra-dist speed CONFIG` measures it here"
 )
 _MOST_WORLD_SIZES = 16  # numbers of GPUs that fit side by side in a terminal
+_WIDTH_OF_PLAIN_TEXT = 10_000  # columns; wider than any table
 _LAST_WORLD_SIZES = 3  # how many of them show the largest numbers, where some must be left out
 
 
 @dataclass(frozen=True)
 class PlanSection:
-    """Table of a plan, with a title and cells of text; printed as a rich table or as aligned plain text."""
+    """Table of a plan, with a title and cells of text; printed with a frame or as aligned plain text."""
 
     title: str
     rows: list[list[str]]  # equally many cells in every row, and in the header
@@ -49,16 +47,19 @@ class PlanSection:
 
 
 def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
-    """Print a plan to `stream` (None: stdout): framed tables on a terminal, otherwise plain text.
-
-    An empty line separates the tables of plain text.
-    """
-    sections = plan_sections(plan)
+    """Print a plan to `stream` (None: stdout): framed tables on a terminal, otherwise plain text, which is not cut."""
     out = sys.stdout if stream is None else stream
-    if out.isatty():
-        Console(file=out).print(Group(*map(_rich_table, sections)))
-    else:
-        print("\n\n".join(map(_plain, sections)), file=out, flush=True)
+    is_framed = out.isatty()
+    plain = {"width": _WIDTH_OF_PLAIN_TEXT, "force_terminal": False, "color_system": None}
+    console = Console(file=out, **({} if is_framed else plain))
+    with console.capture() as printed:
+        for section in plan_sections(plan):
+            console.print(styled((section.title, "bold")))
+            console.print(_table(section, is_framed=is_framed))
+            if section.note:
+                console.print(f"  ({section.note})", style="dim")
+            console.print()
+    print("\n".join(line.rstrip() for line in printed.get().rstrip().splitlines()), file=out, flush=True)
 
 
 def plan_sections(plan: Plan) -> list[PlanSection]:
@@ -275,7 +276,8 @@ def _largest_micro_batch(config: Config) -> PlanSection:
     rows = []
     for memory_gb in sorted(set(GPU_MEMORY_GB.values()), reverse=True):
         limits = [micro_batch_limit(config, memory_gb, recompute) for recompute in settings]
-        gpus = [_with_precisions(name) for name, size in GPU_MEMORY_GB.items() if size == memory_gb]
+        names_of_gpus = [name for name, size in GPU_MEMORY_GB.items() if size == memory_gb]
+        gpus = [f"{name} (fp16 or fp32)" if name in GPUS_WITHOUT_BF16 else name for name in names_of_gpus]
         rows.append([f"{memory_gb} GB", *(f"{limit.fitting_rows:,}" for limit in limits), ", ".join(gpus)])
 
     row_megabytes = [f"{micro_batch_limit(config, 0, recompute).row_bytes / 1e6:.3g}" for recompute in settings]
@@ -284,11 +286,6 @@ def _largest_micro_batch(config: Config) -> PlanSection:
     note = f"predicted, not measured; {unused_memory}; a micro-batch must divide the rows per GPU"
     title = f"Largest micro-batch in rows, ZeRO-{engine.zero_stage} on W = {config.plan.num_gpus} GPUs"
     return PlanSection(title, rows, header=["engine", *names, ""], note=note)
-
-
-def _with_precisions(gpu: str) -> str:
-    """Return the name of a GPU model; the precisions that it supports follow if bf16 is not among them."""
-    return f"{gpu} (fp16 or fp32)" if gpu in GPUS_WITHOUT_BF16 else gpu
 
 
 def _compute(plan: Plan) -> PlanSection:
@@ -359,68 +356,20 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.2f} M"
 
 
-def _widths(section: PlanSection) -> list[int]:
-    lines = list(section.rows)
-    if section.header:
-        lines.append(section.header)
-    columns = zip(*lines, strict=True)
-    return [max(len(cell) for cell in column) for column in columns]
-
-
-def _plain(section: PlanSection) -> str:
-    """Return a table as aligned text; the row that the config selects starts with ">"."""
-    widths = _widths(section)
-    lines = [section.title]
-    if section.header:
-        lines.append(_plain_line(section, section.header, widths, marker="  "))
-    for number, row in enumerate(section.rows):
-        marker = "> " if number == section.mark else "  "
-        lines.append(_plain_line(section, row, widths, marker))
-    if section.note:
-        lines.append(f"  ({section.note})")
-    return "\n".join(printable(line) for line in lines)
-
-
-def _plain_line(section: PlanSection, cells: list[str], widths: list[int], marker: str) -> str:
-    """Return one line of a table: `marker`, then the cells, with text aligned left and numbers aligned right."""
-    aligned_cells = []
-    for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-        if _is_text(section, column):
-            aligned_cells.append(cell.ljust(width))
-        else:
-            aligned_cells.append(cell.rjust(width))
-    return (marker + "  ".join(aligned_cells)).rstrip()
-
-
-def _is_text(section: PlanSection, column: int) -> bool:
-    """Return whether a column holds text, not numbers: the first one, and the last one if `prose` is set."""
-    last_column = len(section.rows[0]) - 1
-    return column == 0 or (section.prose and column == last_column)
-
-
-def _rich_table(section: PlanSection) -> Table:
-    """Return a table of the library rich; the row that the config selects is bold green."""
+def _table(section: PlanSection, *, is_framed: bool) -> Table:
+    """Return a section as a table of the library rich; ">" marks the row that the config selects."""
     table = Table(
-        title=section.title,
-        title_justify="left",
-        title_style="bold",
-        caption=section.note or None,
-        caption_justify="left",
+        box=box.ROUNDED if is_framed else None,
+        pad_edge=is_framed,
+        padding=(0, 1) if is_framed else (0, 2, 0, 0),
         show_header=section.header is not None,
-        box=box.ROUNDED,
     )
-
-    # Without a header, the columns still need names, which are not shown.
-    column_names = section.rows[0] if section.header is None else section.header
-    for column, name in enumerate(column_names):
-        if column == 0:
-            table.add_column(name, justify="left", no_wrap=True)
-        elif _is_text(section, column):
-            table.add_column(name, justify="left")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-
-    for number, row in enumerate(section.rows):
-        style = "bold green" if number == section.mark else None
-        table.add_row(*row, style=style)
+    names = section.header or section.rows[0]  # without a header, the columns still need names, which are not shown
+    for column, name in enumerate(names):
+        is_text = column == 0 or (section.prose and column == len(names) - 1)
+        title = f"  {name}" if column == 0 else name
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=column == 0 or not is_text)
+    for number, (first, *others) in enumerate(section.rows):
+        is_marked = number == section.mark
+        table.add_row(f"{'>' if is_marked else ' '} {first}", *others, style="bold green" if is_marked else None)
     return table

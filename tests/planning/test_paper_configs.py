@@ -11,9 +11,9 @@ import pytest
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.planning.paper_flops import run_flops_by_paper
 from electra_dist.planning.plan import make_plan
 from electra_dist.planning.plan_page import print_plan
+from electra_dist.planning.training_days import run_flops_by_paper
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper"

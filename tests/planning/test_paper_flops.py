@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.config.load import load_config
-from electra_dist.planning.paper_flops import run_flops_by_paper
+from electra_dist.planning.training_days import run_flops_by_paper
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BERT = "objective.name=mlm"
