@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from electra_dist.compare.comparison_config import TRIGRAM
-from electra_dist.compare.comparison_plan import PlannedRun
+from electra_dist.compare.comparison_runs import PlannedRun
 from electra_dist.compare.measures import Measure
 from electra_dist.finetune.stored_scores import Measured, ScoreStore, digest_of
 from electra_dist.finetune.training_loop import Diverged, Progress

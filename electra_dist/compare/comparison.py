@@ -27,12 +27,11 @@ from electra_dist.checkpoint.stored_copies import open_targets, owner_of
 from electra_dist.compare.checkpoint_scores import CheckpointScore, CheckpointScores, with_prefix
 from electra_dist.compare.comparison_config import RANDOM, CompareConfig
 from electra_dist.compare.comparison_page import RunState, comparison_page
-from electra_dist.compare.comparison_plan import Plan, PlannedRun, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure, score_failures
+from electra_dist.compare.comparison_runs import Plan, PlannedRun, Pretrainings, current_step, make_plan, saved_steps
 from electra_dist.compare.heldout_measures import first_blocks, open_heldout_measures
 from electra_dist.compare.learning_rates import RateSearch, with_rates
 from electra_dist.compare.measures import Measure, open_measures
-from electra_dist.compare.pretraining_runs import Pretrainings, current_step, saved_steps
 from electra_dist.compare.score_plot import panel_titles, read_curves, write_curves, write_scores
 from electra_dist.compare.significance import record_criterion
 from electra_dist.config.load import dump_yaml

@@ -19,17 +19,10 @@ from rich.table import Table
 
 from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison_config import AVERAGE, DETECTION, RANDOM, TRIGRAM, CompareConfig
-from electra_dist.compare.comparison_plan import Plan, PlannedRun
+from electra_dist.compare.comparison_runs import Plan, PlannedRun
 from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.measures import Measure
-from electra_dist.compare.significance import (
-    REMARK,
-    Verdict,
-    difference_rows,
-    differences_to,
-    judge,
-    verdict_lines,
-)
+from electra_dist.compare.significance import REMARK, Verdict, difference_rows, differences_to, judge, verdict_lines
 from electra_dist.config.secrets import without_secrets
 from electra_dist.escapes import markdown_code, markdown_text
 from electra_dist.model.counts import parameter_counts

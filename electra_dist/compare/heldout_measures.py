@@ -26,7 +26,7 @@ from electra_kernels.slots import is_candidate
 from typing_extensions import override
 
 from electra_dist.compare.comparison_config import CONTEXT_AUC, DETECTION, CompareConfig, Criterion
-from electra_dist.compare.comparison_plan import Plan
+from electra_dist.compare.comparison_runs import Plan
 from electra_dist.compare.measures import LoadGenerator, Measure
 from electra_dist.config import ObjectiveConfig
 from electra_dist.data.corpora import Corpora

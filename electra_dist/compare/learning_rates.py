@@ -21,8 +21,7 @@ from pathlib import Path
 
 from electra_dist.compare.checkpoint_scores import with_prefix
 from electra_dist.compare.comparison_config import CompareConfig, Entry
-from electra_dist.compare.comparison_plan import Plan, PlannedRun, make_plan
-from electra_dist.compare.pretraining_runs import Pretrainings
+from electra_dist.compare.comparison_runs import Plan, PlannedRun, Pretrainings, make_plan
 from electra_dist.config import Config
 from electra_dist.errors import UserError
 from electra_dist.finetune.stored_scores import digest_of

@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from electra_dist.compare.comparison_config import MINIMAL_PAIRS, CompareConfig, TaskEntry
-from electra_dist.compare.comparison_plan import PlannedRun
+from electra_dist.compare.comparison_runs import PlannedRun
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_and_probe import finetune_task, probe_task
@@ -235,7 +235,9 @@ def open_measures(compare: CompareConfig, file: Path, glue: Path | None, run: Pl
 
 def _open_measure(name: str, entry: TaskEntry, glue: Path | None, model: ModelConfig) -> Measure:
     if entry.how in ("tags", "heads"):
-        return TreebankMeasure(name, _treebank_folder(entry), entry.how, entry)
+        if entry.data is None:
+            raise UserError(f"`how: {entry.how}` needs a treebank; set `data` to the folder of its CoNLL-U files")
+        return TreebankMeasure(name, Path(entry.data), entry.how, entry)
     task = _open_task(name, entry, glue)
     settings = settings_for(
         task=entry.task or name,
@@ -244,12 +246,6 @@ def _open_measure(name: str, entry: TaskEntry, glue: Path | None, model: ModelCo
         overrides=[f"{key}={json.dumps(value)}" for key, value in entry.set.items()],
     )
     return TaskMeasure(name, task, entry, settings)
-
-
-def _treebank_folder(entry: TaskEntry) -> Path:
-    if entry.data is None:
-        raise UserError(f"`how: {entry.how}` needs a treebank; set `data` to the folder of its CoNLL-U files")
-    return Path(entry.data)
 
 
 def _open_task(name: str, entry: TaskEntry, glue: Path | None) -> Task:

@@ -27,8 +27,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from electra_dist.compare.comparison_config import AVERAGE, RANDOM, TRIGRAM
-from electra_dist.compare.comparison_plan import PlannedRun
 from electra_dist.compare.comparison_results import ScoreRow
+from electra_dist.compare.comparison_runs import PlannedRun
 from electra_dist.report.curves import DrawnPanel, draw_diagram
 from electra_dist.report.plot_style import PRINT, SERIES, SOFT, VARIABLES, print_style
 from electra_dist.run.metrics import iter_evaluations

@@ -17,8 +17,8 @@ from electra_dist.compare.checkpoint_scores import CheckpointScore
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
 from electra_dist.compare.comparison_page import RunState, comparison_page
-from electra_dist.compare.comparison_plan import Plan, make_plan
 from electra_dist.compare.comparison_results import ComparisonResults, Failure
+from electra_dist.compare.comparison_runs import Plan, make_plan
 from electra_dist.compare.learning_rates import RateChoice
 from electra_dist.compare.score_plot import RunEvaluations
 from electra_dist.config.load import load_section

@@ -12,7 +12,7 @@ from electra_launcher.cli.main import app
 from typer.testing import CliRunner
 
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import Plan, make_plan
+from electra_dist.compare.comparison_runs import Plan, make_plan
 from electra_dist.config import Config, TowerConfig
 from electra_dist.config.load import load_config, load_section
 from electra_dist.config.rules import check_new_run

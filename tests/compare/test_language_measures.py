@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
+from electra_dist.compare import checkpoint_scores, comparison, comparison_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import PlannedRun
+from electra_dist.compare.comparison_runs import PlannedRun
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 from electra_dist.pretrained.encoder import Pretrained, load_pretrained
@@ -52,7 +52,7 @@ def test_all_measures_are_scored_paired_and_judged(
     make_comparison: Callable[..., Path], words_task: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(word_probes, "_MIN_STEPS", 100)  # enough for two tags
-    monkeypatch.setattr(pretraining_runs, "pretrain", fake_pretrain)
+    monkeypatch.setattr(comparison_runs, "pretrain", fake_pretrain)
     monkeypatch.setattr(comparison, "saved_steps", lambda run: set(run.marks))
     monkeypatch.setattr(checkpoint_scores, "load_pretrained", load_initial_weights)
     criterion = {"statement": "Tags are better.", "arm": "rtd", "baseline": "mlm", "metrics": ["tags", "order"]}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from electra_dist.compare import pretraining_runs
+from electra_dist.compare import comparison_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import PlannedRun
+from electra_dist.compare.comparison_runs import PlannedRun
 from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER, RateSearch
 from electra_dist.config.load import load_config, load_section
 from electra_dist.errors import UserError
@@ -53,7 +53,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> list[PlannedRun]:
         (run_dir / "metrics.jsonl").write_text(f"{json.dumps(earlier)}\n{json.dumps(record)}\n")
         return ""
 
-    monkeypatch.setattr(pretraining_runs, "pretrain", pretrain)
+    monkeypatch.setattr(comparison_runs, "pretrain", pretrain)
     return made
 
 
@@ -146,7 +146,7 @@ def test_a_comparison_goes_on_with_a_run_that_was_begun_with_its_chosen_rate(
 def test_an_objective_whose_short_runs_all_fail_is_an_error_that_names_the_reasons(
     make: MakeComparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretraining_runs, "pretrain", lambda planned, *_: f"{planned.name} diverged")
+    monkeypatch.setattr(comparison_runs, "pretrain", lambda planned, *_: f"{planned.name} diverged")
 
     with pytest.raises(UserError, match=r"no learning rate of rtd can be .*: rtd-lr0.001-seed1 diverged; .* other"):
         run(make(objectives=[RTD, MLM]))
@@ -188,7 +188,7 @@ def test_the_page_is_there_before_the_short_runs_and_names_the_objectives_withou
     def interrupted(planned: PlannedRun, ranks: int, pause: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretraining_runs, "pretrain", interrupted)
+    monkeypatch.setattr(comparison_runs, "pretrain", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(make(objectives=[RTD, MLM]))
 

@@ -12,11 +12,10 @@ import pytest
 import yaml
 from support.small_models import frozen_weights
 
-from electra_dist.compare import pretraining_runs
+from electra_dist.compare import comparison_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import PlannedRun, make_plan
-from electra_dist.compare.pretraining_runs import pretrain
+from electra_dist.compare.comparison_runs import PlannedRun, make_plan, pretrain
 from electra_dist.config.load import load_config, load_section
 from electra_dist.pretrained.export import export_tower
 from electra_dist.run.folder import begin_run_folder
@@ -57,9 +56,9 @@ def fake_supervisor(
             file.write(output)
         return 1
 
-    monkeypatch.setattr(pretraining_runs, "saved_steps", lambda run: next(next_saved_steps))
-    monkeypatch.setattr(pretraining_runs, "marked_pids", lambda mark: next(next_running_pids))
-    monkeypatch.setattr(pretraining_runs, "_supervise", supervise)
+    monkeypatch.setattr(comparison_runs, "saved_steps", lambda run: next(next_saved_steps))
+    monkeypatch.setattr(comparison_runs, "marked_pids", lambda mark: next(next_running_pids))
+    monkeypatch.setattr(comparison_runs, "_supervise", supervise)
     return started
 
 

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from support.run_records import EVAL
 
-from electra_dist.compare import checkpoint_scores, comparison, pretraining_runs
+from electra_dist.compare import checkpoint_scores, comparison, comparison_runs
 from electra_dist.compare.comparison import Comparison
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import PlannedRun, make_plan
+from electra_dist.compare.comparison_runs import PlannedRun, Pretrainings, make_plan
 from electra_dist.compare.heldout_measures import ContextMeasure
 from electra_dist.compare.learning_rates import RATES_FILE, SEARCH_FOLDER
 from electra_dist.compare.measures import TaskMeasure
-from electra_dist.compare.pretraining_runs import Pretrainings
 from electra_dist.config.load import load_section
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import GLUE, TextSpec
@@ -48,7 +47,7 @@ class FakePretraining:
             self._record(f"{encoder.name} {measure.name}")
             return real_score(measure, encoder, *others)
 
-        monkeypatch.setattr(pretraining_runs, "pretrain", self.pretrain)
+        monkeypatch.setattr(comparison_runs, "pretrain", self.pretrain)
         monkeypatch.setattr(comparison, "saved_steps", lambda planned: self.saved.get(planned.name, set()))
         monkeypatch.setattr(checkpoint_scores, "load_pretrained", self.load)
         monkeypatch.setattr(TaskMeasure, "score", score)
@@ -162,7 +161,7 @@ def test_interrupts_while_learning_rates_are_tried_repeat_no_short_run_and_choos
         pretraining._record("trigrams")
         return real_trigrams(*arguments)
 
-    monkeypatch.setattr(pretraining_runs, "pretrain", pretrain)
+    monkeypatch.setattr(comparison_runs, "pretrain", pretrain)
     monkeypatch.setattr(ContextMeasure, "score_trigrams", score_trigrams)
 
     expected_events = ["trigrams"]
@@ -276,8 +275,8 @@ def test_at_most_parallel_runs_train_at_a_time_and_an_interrupt_ends_all_of_them
         if is_in_seed_3 and len(training) == parallel:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretraining_runs, "pretrain", train)
-    monkeypatch.setattr(pretraining_runs, "_POLL_S", 0.01)
+    monkeypatch.setattr(comparison_runs, "pretrain", train)
+    monkeypatch.setattr(comparison_runs, "_POLL_S", 0.01)
 
     with pytest.raises(KeyboardInterrupt), Pretrainings(planned_runs, 1, parallel) as runs:  # noqa: PT012
         for planned in planned_runs:
@@ -303,8 +302,8 @@ def test_when_a_later_run_ends_first_the_next_one_takes_its_place(
             pause()
         return "no other run was started"
 
-    monkeypatch.setattr(pretraining_runs, "pretrain", train)
-    monkeypatch.setattr(pretraining_runs, "_POLL_S", 0.01)
+    monkeypatch.setattr(comparison_runs, "pretrain", train)
+    monkeypatch.setattr(comparison_runs, "_POLL_S", 0.01)
 
     with Pretrainings(planned_runs, 1, 2) as runs:
         assert [runs.result(planned, lambda *report: None) for planned in planned_runs] == ["", "", "", ""]
@@ -356,10 +355,10 @@ def test_the_next_start_scores_what_an_interrupted_run_has_saved_before_the_run_
             table_before_run.extend((row["entry"], row["step"]) for row in results(tmp_path / "out")["table"])
         return pretraining.pretrain(planned, ranks, pause)
 
-    monkeypatch.setattr(pretraining_runs, "pretrain", save_half_way)
+    monkeypatch.setattr(comparison_runs, "pretrain", save_half_way)
     with pytest.raises(KeyboardInterrupt):
         compare(file)
-    monkeypatch.setattr(pretraining_runs, "pretrain", finish)
+    monkeypatch.setattr(comparison_runs, "pretrain", finish)
     assert compare(file)
 
     assert table_before_run == [("random", 0), ("trigram", 0), ("rtd", half_way)]

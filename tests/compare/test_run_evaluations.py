@@ -9,7 +9,7 @@ from pathlib import Path
 from support.run_records import EVAL, STEP
 
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import make_plan
+from electra_dist.compare.comparison_runs import make_plan
 from electra_dist.compare.score_plot import read_curves, write_curves
 from electra_dist.config.load import load_section
 from electra_dist.run.metrics import EvalRecord

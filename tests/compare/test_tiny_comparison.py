@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import Plan, make_plan
+from electra_dist.compare.comparison_runs import Plan, make_plan
 from electra_dist.compare.learning_rates import RateSearch
 from electra_dist.config.load import load_config, load_section
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import ModernBertForMaskedLM, ModernBertForTokenClassification
 
 from electra_dist.compare.comparison_config import CompareConfig
-from electra_dist.compare.comparison_plan import make_plan
+from electra_dist.compare.comparison_runs import make_plan
 from electra_dist.config.load import load_config, load_section
 from electra_dist.config.rules import keys_without_effect
 from electra_dist.model.counts import parameter_counts, token_flops

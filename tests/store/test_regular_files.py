@@ -35,7 +35,7 @@ OWN = {
     "electra_dist/run/this_node.py",
     "electra_dist/store/open_store.py",
     "electra_dist/store/s3/s3_store.py",
-    "electra_dist/compare/pretraining_runs.py",
+    "electra_dist/compare/comparison_runs.py",
     "launcher/electra_launcher/chaos/drill.py",
     "launcher/electra_launcher/chaos/faults.py",
     "launcher/electra_launcher/cli/main.py",
