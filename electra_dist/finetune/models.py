@@ -86,11 +86,8 @@ class HuggingFaceNetwork(Network):
         output = self.model(**inputs)
         if "start_logits" in output:
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
-        if "last_hidden_state" in output:
-            states_BSH: torch.Tensor = output.last_hidden_state
-            return states_BSH
-        logits: torch.Tensor = output.logits
-        return logits
+        result: torch.Tensor = output.last_hidden_state if "last_hidden_state" in output else output.logits
+        return result
 
 
 class StockNetwork(HuggingFaceNetwork):

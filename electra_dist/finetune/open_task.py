@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from electra_dist.errors import UserError
 from electra_dist.finetune.labelled_texts import GLUE, TextSpec
@@ -30,9 +30,7 @@ class TaskRequest:
 
     name: str  # name of a GLUE task, squad1, squad2, ner, tagging or pairs; any other is the name of a custom task
     data: Path  # folder of the data; of a custom task also the training file
-    text_a: str | None = (
-        None  # column of the text; all other fields down to `split_seed` are for custom tasks and pairs
-    )
+    text_a: str | None = None  # column of the text; it and all fields down to `split_seed`: custom tasks and pairs
     text_b: str | None = None  # column of the second text; None for single texts
     label: str | None = None  # column of the label
     kind: Literal["classification", "regression"] = "classification"
@@ -52,26 +50,11 @@ def open_task(request: TaskRequest) -> Task:
         return SquadTask(_SQUAD_VERSIONS[name], request.data)
     if name in _TAGGING:
         return TaggingTask(name, request.data, request.dev_share, request.split_seed)
+    of_table: dict[str, Any] = {key: getattr(request, key) for key in ("dev", "delimiter", *_OF_SPLIT)}
     if name == PAIRS:
-        return RetrievalTask(
-            request.data,
-            request.text_a,
-            request.text_b,
-            request.dev,
-            request.delimiter,
-            request.dev_share,
-            request.split_seed,
-        )
-    return TextTask(
-        GLUE[name] if name in GLUE else _custom_spec(request),
-        request.data,
-        request.max_train,
-        request.with_test,
-        dev=request.dev,
-        delimiter=request.delimiter,
-        dev_share=request.dev_share,
-        split_seed=request.split_seed,
-    )
+        return RetrievalTask(request.data, request.text_a, request.text_b, **of_table)
+    spec = GLUE[name] if name in GLUE else _custom_spec(request)
+    return TextTask(spec, request.data, request.max_train, request.with_test, **of_table)
 
 
 def _refuse_ignored(request: TaskRequest) -> None:

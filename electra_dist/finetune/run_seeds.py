@@ -32,6 +32,7 @@ from contextlib import closing, contextmanager
 from functools import lru_cache
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -218,8 +219,7 @@ def _result_line(result: Measured, origin: str) -> str:
     return f"{result.task}{seed_text}  {result.metric} {score_text}  ({origin}){failure_text}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelRequest:
+class ModelRequest(NamedTuple):
     """Arguments of `load_pretrained` that name a pretrained encoder; hashable, and can be sent to a process."""
 
     spec: str
@@ -228,64 +228,55 @@ class ModelRequest:
     step: Step = None
 
 
-class SeedProcesses:
-    """Processes that fine-tune with several seeds at once; pass them to `run_all` as `compute_jobs`."""
+def compute_in_processes(
+    num_processes: int,
+    model: ModelRequest,
+    tasks: Mapping[str, tuple[TaskRequest, FinetuneConfig]],
+    progress: Progress,
+    jobs: Sequence[SeedJob],
+) -> Generator[tuple[SeedJob, Measured]]:
+    """Compute jobs (one seed of one task each) in several processes; yield (job, result) as soon as a result is there.
 
-    def __init__(
-        self,
-        num_processes: int,
-        model: ModelRequest,
-        tasks: Mapping[str, tuple[TaskRequest, FinetuneConfig]],
-        progress: Progress = quiet,
-    ) -> None:
-        """Store what the processes will need, but start none. `tasks` maps a task's name to its data and settings."""
-        self._num_processes = num_processes
-        self._model = model
-        self._tasks = tasks
-        self._progress = progress
-
-    def __call__(self, jobs: Sequence[SeedJob]) -> Generator[tuple[SeedJob, Measured]]:
-        """Compute jobs (one seed of one task each) in the processes; yield (job, result) as soon as a result is there.
-
-        Raises UserError if a process was killed, or if the model or the data have changed since this process read
-        them. `progress` is called every second with ("seeds", results done, results in total).
-        """
-        if not jobs:
-            return
-        num_processes = min(self._num_processes, len(jobs))
-        other_children = set(multiprocessing.active_children())
-        context = multiprocessing.get_context("spawn")  # a forked process could not use a GPU
-        numbers: Queue[int] = context.Queue()
-        for number in range(num_processes):
-            numbers.put(number)
-        pool = ProcessPoolExecutor(
-            num_processes, context, initializer=_prepare_process, initargs=(numbers, torch.get_num_threads())
-        )
-        self._progress("seeds", 0, len(jobs))
-        try:
-            job_of = {pool.submit(_compute, self._model, *self._tasks[job.task], job): job for job in jobs}
-            remaining = set(job_of)
-            num_done = 0
-            while remaining:
-                ended, remaining = wait(remaining, _POLL_S, FIRST_COMPLETED)
-                self._progress("seeds", num_done, len(jobs))
-                for future in ended:
-                    result = future.result()
-                    num_done += 1
-                    self._progress("seeds", num_done, len(jobs))
-                    yield job_of[future], result
-        except BrokenProcessPool:
-            raise UserError(
-                "a process of --parallel was killed, perhaps for lack of memory; finished seeds are kept: run the "
-                "command again with a smaller --parallel"
-            ) from None
-        except BaseException:
-            # Without this, the end of this process would wait for the seeds that are being computed.
-            for process in set(multiprocessing.active_children()) - other_children:
-                process.terminate()
-            raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    With its other arguments bound, it is the `compute_jobs` of `run_all`. `tasks` maps a task's name to its data and
+    settings. Raises UserError if a process was killed, or if the model or the data have changed since this process
+    read them. `progress` is called every second with ("seeds", results done, results in total).
+    """
+    if not jobs:
+        return
+    num_processes = min(num_processes, len(jobs))
+    other_children = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")  # a forked process could not use a GPU
+    numbers: Queue[int] = context.Queue()
+    for number in range(num_processes):
+        numbers.put(number)
+    pool = ProcessPoolExecutor(
+        num_processes, context, initializer=_prepare_process, initargs=(numbers, torch.get_num_threads())
+    )
+    progress("seeds", 0, len(jobs))
+    try:
+        job_of = {pool.submit(_compute, model, *tasks[job.task], job): job for job in jobs}
+        remaining = set(job_of)
+        num_done = 0
+        while remaining:
+            ended, remaining = wait(remaining, _POLL_S, FIRST_COMPLETED)
+            progress("seeds", num_done, len(jobs))
+            for future in ended:
+                result = future.result()
+                num_done += 1
+                progress("seeds", num_done, len(jobs))
+                yield job_of[future], result
+    except BrokenProcessPool:
+        raise UserError(
+            "a process of --parallel was killed, perhaps for lack of memory; finished seeds are kept: run the "
+            "command again with a smaller --parallel"
+        ) from None
+    except BaseException:
+        # Without this, the end of this process would wait for the seeds that are being computed.
+        for process in set(multiprocessing.active_children()) - other_children:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def advice_on_threads(num_processes: int, num_threads: int, num_cores: int) -> str:
@@ -317,7 +308,7 @@ def _end_with_parent() -> None:
 
 def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneConfig, job: SeedJob) -> Measured:
     """Compute the result of one seed in this process; the model and the task stay in memory for the next seed."""
-    encoder = _load(model)
+    encoder = _load(*model)
     task = _open(task_request)
     if identity(encoder, task, settings, "finetune") != job.identity:
         raise UserError(
@@ -330,6 +321,4 @@ def _compute(model: ModelRequest, task_request: TaskRequest, settings: FinetuneC
 _open = lru_cache(maxsize=1)(open_task)
 
 
-@lru_cache(maxsize=1)
-def _load(request: ModelRequest) -> Pretrained:
-    return load_pretrained(request.spec, request.tower, request.vocab, request.step)
+_load = lru_cache(maxsize=1)(load_pretrained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from electra_dist.config import ModelConfig
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.open_task import TaskRequest, open_task
-from electra_dist.finetune.run_seeds import ModelRequest, SeedJob, SeedProcesses, advice_on_threads, run_all
+from electra_dist.finetune.run_seeds import ModelRequest, SeedJob, advice_on_threads, compute_in_processes, run_all
 from electra_dist.finetune.seed_folder import copy_best
 from electra_dist.finetune.stored_scores import Measured
 from electra_dist.finetune.task import Task
@@ -239,7 +240,8 @@ def test_seeds_in_two_processes_give_the_bytes_of_seeds_one_after_another(
     )
     request = ModelRequest(spec=str(tmp_path / "hf"), tower="discriminator", vocab=None)
     reports: list[tuple[str, int, int]] = []
-    processes = SeedProcesses(2, request, {"custom": (request_of_task, SHORT)}, lambda *report: reports.append(report))
+    tasks = {"custom": (request_of_task, SHORT)}
+    processes = partial(compute_in_processes, 2, request, tasks, lambda *report: reports.append(report))
 
     parallel = run_all(
         loaded,

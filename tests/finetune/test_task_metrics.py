@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from electra_dist.finetune.linear_probe import linear_outputs
+from electra_dist.finetune.finetune_and_probe import linear_outputs
 from electra_dist.finetune.task_metrics import classification_metrics, degenerate, regression_metrics
 
 

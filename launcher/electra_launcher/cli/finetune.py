@@ -9,17 +9,16 @@ import dataclasses
 import os
 import shlex
 import sys
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from electra_dist.console import Console
 from electra_dist.errors import UserError
 from electra_launcher.cli.command_output import open_console, progress_bar, resumable, write_json
-from electra_launcher.cli.options import Tower, TowerOption, Vocab
+from electra_launcher.cli.options import TowerOption, Vocab
 
 if TYPE_CHECKING:
     from electra_dist.finetune.finetune_config import FinetuneConfig
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
     from electra_dist.pretrained.encoder import Pretrained
 
 SUMMARY_FILE = "results.json"  # settings and summary of a fine-tuning command, in its output folder
-
-
-class Kind(StrEnum):
-    """Kind of label in the user's own files: a class (scored by accuracy) or a number (by Spearman's correlation)."""
-
-    classification = "classification"
-    regression = "regression"
 
 
 Model = Annotated[
@@ -94,7 +86,9 @@ TextB = Annotated[
     typer.Option(help="custom, pairs: column of the second text; default: none, or of pairs the one that fits"),
 ]
 Label = Annotated[str | None, typer.Option(help="custom: column of the label; default: the one that fits")]
-KindOfLabel = Annotated[Kind, typer.Option(help="custom: whether the label is a class or a number")]
+KindOfLabel = Annotated[
+    Literal["classification", "regression"], typer.Option(help="custom: whether the label is a class or a number")
+]
 Dev = Annotated[
     str | None, typer.Option(metavar="FILE", help="custom, pairs: table of development examples; default: in --data")
 ]
@@ -123,13 +117,13 @@ def finetune(
     text_a: TextA = None,
     text_b: TextB = None,
     label: Label = None,
-    kind: KindOfLabel = Kind.classification,
+    kind: KindOfLabel = "classification",
     dev: Dev = None,
     dev_share: DevShare = 0.1,
     split_seed: SplitSeed = 0,
     delimiter: Delimiter = None,
     checkpoint: CheckpointOfRun = None,
-    tower: TowerOption = Tower.discriminator,
+    tower: TowerOption = "discriminator",
     vocab: Vocab = None,
 ) -> None:
     """Fine-tune a pretrained model on your own files, GLUE or SQuAD, or fit a linear probe to its frozen states.
@@ -154,7 +148,7 @@ def finetune(
         text_a=text_a,
         text_b=text_b,
         label=label,
-        kind=kind.value,
+        kind=kind,
         dev=None if dev is None else local_copy(dev),
         delimiter=delimiter,
         dev_share=dev_share,
@@ -167,7 +161,7 @@ def finetune(
     for opened in tasks.values():
         opened.check(checked)
     step = choose_step(model, checkpoint)
-    located = locate_model(model, tower.value)
+    located = locate_model(model, tower)
     out = open_console()
     for opened in tasks.values():
         for remark in opened.notes:
@@ -176,7 +170,7 @@ def finetune(
 
     from electra_dist.finetune.run_seeds import (
         ModelRequest,
-        SeedProcesses,
+        compute_in_processes,
         only_command,
         run_all,
         settings_to_learn_more,
@@ -184,7 +178,7 @@ def finetune(
     from electra_dist.finetune.stored_scores import summarize
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
 
-    encoder = load_pretrained(located, tower.value, vocab, step)
+    encoder = load_pretrained(located, tower, vocab, step)
     sizes = encoder.tower.hidden_size, encoder.model.max_positions
     settings = {name: settings_for(name, *sizes, overrides or ()) for name in task_names}
     folder = output or _default_output(model)
@@ -196,9 +190,10 @@ def finetune(
         _advise_on_threads(out, parallel)
     kept = "seeds whose result was printed are kept, the others begin again"
     with resumable(kept), only_command(folder), progress_bar(Console(stderr=True)) as progress:
-        processes = SeedProcesses(
+        processes = partial(
+            compute_in_processes,
             parallel,
-            ModelRequest(spec=located, tower=tower.value, vocab=vocab, step=step),
+            ModelRequest(spec=located, tower=tower, vocab=vocab, step=step),
             {name: (requests[name], settings[name]) for name in task_names},
             progress,
         )

@@ -10,9 +10,8 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -20,22 +19,17 @@ from electra_dist.console import Console
 from electra_dist.errors import EXIT_CRASH, StoreMissing, UserError
 from electra_dist.escapes import printable
 from electra_launcher.cli.command_output import open_console, progress_bar, resumable, write_json
-from electra_launcher.cli.options import Tower, TowerOption, Vocab
+from electra_launcher.cli.options import TowerOption, Vocab
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from electra_dist.compare.comparison_plan import Plan as ComparisonPlan
+    from electra_dist.compare.comparison_runs import Plan as ComparisonPlan
     from electra_dist.scoring.minimal_pairs import PairScore
     from electra_dist.scoring.text_scores import TextScore
 
 _BUILT_IN_PAIRS = 200  # pairs of each phenomenon that `minimal-pairs` makes by default
 _STDIN = "-"
-
-
-class _Readout(StrEnum):
-    token = "token"
-    word = "word"
 
 
 OptionalModel = Annotated[
@@ -69,13 +63,13 @@ def minimal_pairs(
         ),
     ] = None,
     readout: Annotated[
-        _Readout,
+        Literal["token", "word"],
         typer.Option(
             help="what a masked language model does not see when it scores a token of a --file: this token alone, or "
             "the rest of its word, too, which does not favour words of several tokens; both accuracies are printed"
         ),
-    ] = _Readout.token,
-    tower: TowerOption = Tower.discriminator,
+    ] = "token",
+    tower: TowerOption = "discriminator",
     vocab: Vocab = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file to which the scores are written, too; default: none")
@@ -92,7 +86,7 @@ def minimal_pairs(
     spec = source if model is None else model
     if spec is None or (source is not None and model is not None):
         raise UserError("name one model: electra-dist minimal-pairs MODEL, or --model MODEL")
-    spec = locate_model(spec, tower.value)  # A wrong name or file is found before torch is imported.
+    spec = locate_model(spec, tower)  # A wrong name or file is found before torch is imported.
     sentence_pairs = read_pair_files(file).sample(pairs).pairs if file else None
 
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
@@ -103,7 +97,7 @@ def minimal_pairs(
         score_sentence_pairs,
     )
 
-    encoder = load_pretrained(spec, tower.value, vocab)
+    encoder = load_pretrained(spec, tower, vocab)
     device = device_of_choice()
     out = open_console()
     with progress_bar(Console(stderr=True)) as progress:
@@ -111,9 +105,7 @@ def minimal_pairs(
             scores = score_minimal_pairs(encoder, pairs or _BUILT_IN_PAIRS, device, progress)
             remarks = remarks_on_kinds(encoder, scores)
         else:
-            scores = score_sentence_pairs(
-                encoder, sentence_pairs, device, progress, "word" if readout is _Readout.word else "token"
-            )
+            scores = score_sentence_pairs(encoder, sentence_pairs, device, progress, readout)
             remarks = remarks_on_pairs(encoder, sentence_pairs)
     out.print(_pairs_table(scores, encoder.name))
     for line in remarks:
@@ -267,7 +259,7 @@ def score(
         bool, typer.Option("--rerank", help="sort the lines of each group, which an empty line ends, best first")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object for each text")] = False,
-    tower: TowerOption = Tower.discriminator,
+    tower: TowerOption = "discriminator",
 ) -> None:
     """Print how plausible a pretrained model finds each text of a file, as SCORE, a tab, and the text.
 
@@ -281,11 +273,11 @@ def score(
     from electra_dist.pretrained.locate import locate_model
 
     lines = read_text_lines(_read_texts(texts), "standard input" if texts == _STDIN else texts)
-    located = locate_model(model, tower.value)  # A wrong name or file is found before torch is imported.
+    located = locate_model(model, tower)  # A wrong name or file is found before torch is imported.
     from electra_dist.pretrained.encoder import device_of_choice, load_pretrained
     from electra_dist.scoring.text_scores import TextScorer
 
-    scorer = TextScorer(load_pretrained(located, tower.value), device_of_choice())
+    scorer = TextScorer(load_pretrained(located, tower), device_of_choice())
     with progress_bar(Console(stderr=True)) as progress:
         scores = scorer.score([line.text for line in lines], progress)
         if not rerank:

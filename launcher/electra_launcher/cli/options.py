@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,21 +20,10 @@ EndpointUrl = Annotated[str | None, typer.Option(help="URL of the S3 endpoint; d
 RunFolder = Annotated[Path, typer.Argument(help="folder of a run, for example runs/demo_cpu")]
 
 
-class Tower(StrEnum):
-    """Name of one of the two networks that an ELECTRA run trains.
-
-    The generator proposes replacements for masked tokens. The discriminator detects the replaced tokens; it is the
-    network that is fine-tuned by default.
-    """
-
-    discriminator = "discriminator"
-    generator = "generator"
-
-
 Partition = Annotated[str | None, typer.Option(help="Slurm partition; default: the cluster's default partition")]
 SbatchOptions = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME[=VALUE]", help="another option of sbatch, for example account=vision; may be repeated"),
 ]
 Vocab = Annotated[Path | None, typer.Option(help="vocab.txt for random:CONFIG.yaml; default: that of its corpus")]
-TowerOption = Annotated[Tower, typer.Option(help="network of a run that is used")]
+TowerOption = Annotated[Literal["discriminator", "generator"], typer.Option(help="network of a run that is used")]
