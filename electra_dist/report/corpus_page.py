@@ -32,8 +32,8 @@ from electra_dist.corpus.origins import Origins, RowDocument, documents_of_rows,
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.manifest import CorpusManifest, place_of, read_corpus_vocabulary, read_manifest
 from electra_dist.data.shard_cache import rows_of_shards
-from electra_dist.report.overlay_page import shortest_endings
 from electra_dist.report.pages import Tile, percent, render, write_page
+from electra_dist.report.report_page import shortest_endings
 from electra_dist.run.number_formats import format_count
 from electra_dist.store.interface import Store
 from electra_dist.tokenizer import Vocabulary

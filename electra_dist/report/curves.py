@@ -1,6 +1,6 @@
 """Draw the curves of one run or of several: each as SVG text for a page, four of them as one PNG for a README.
 
-Guarantee: a curve keeps its shape although few of its points are drawn (`curve_points.py`). SVG colors are names of
+Guarantee: a curve keeps its shape although few of its points are drawn (`panels.py`). SVG colors are names of
 CSS variables (`--ink`, `--grid`, `--series-1`, ...), so the page that embeds the SVG decides the colors, in light and
 in dark mode. Text is kept as text. Global state of matplotlib is restored: pyplot is not imported, and no backend
 is chosen.
@@ -28,18 +28,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from electra_dist.escapes import html_text
-from electra_dist.report.curve_points import Curve, RunCurves, columns_of
-from electra_dist.report.panels import PANELS, CurveLine, Panel
-from electra_dist.report.plot_style import (
-    INK,
-    PRINT,
-    SERIES,
-    SOFT,
-    VARIABLES,
-    line_color,
-    print_style,
-    svg_style,
-)
+from electra_dist.report.panels import PANELS, Curve, CurveLine, Panel, RunCurves, columns_of
+from electra_dist.report.plot_style import INK, PRINT, SERIES, SOFT, VARIABLES, line_color, print_style, svg_style
 from electra_dist.run.folder import METRICS_FILE
 from electra_dist.run.metrics import parse_metric
 from electra_dist.run.records import read_records

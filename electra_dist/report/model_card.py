@@ -24,7 +24,7 @@ from electra_dist.hub import UNKNOWN_LICENSE, check_license
 from electra_dist.model.counts import run_flops
 from electra_dist.pretrained.export import Export
 from electra_dist.report.curves import write_curves_png
-from electra_dist.report.overlay_page import shortest_endings
+from electra_dist.report.report_page import shortest_endings
 from electra_dist.report.run_record import run_title
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.metrics import EvalRecord, Metric, StepRecord, iter_evaluations, newest_metrics

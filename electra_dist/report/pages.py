@@ -24,9 +24,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from electra_dist.escapes import html_text, printable
-from electra_dist.report.curve_points import RunCurves
 from electra_dist.report.curves import DrawnPanel, draw_panel
-from electra_dist.report.panels import PANELS
+from electra_dist.report.panels import PANELS, RunCurves
 from electra_dist.store.atomic_files import replacing
 
 Tile = tuple[str, str, str]  # name, value, remark

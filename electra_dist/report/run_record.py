@@ -18,7 +18,7 @@ from electra_dist.config.load import read_yaml
 from electra_dist.config.secrets import without_secrets
 from electra_dist.errors import UserError
 from electra_dist.model.counts import ParameterCounts, parameter_counts
-from electra_dist.report.curve_points import MetricColumns, RunCurves, columns_of
+from electra_dist.report.panels import MetricColumns, RunCurves, columns_of
 from electra_dist.run.environment_record import read_environment
 from electra_dist.run.folder import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, no_run, open_run, read_identity
 from electra_dist.run.goodput import Goodput, goodput

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.report import pages
-from electra_dist.report.overlay_page import unique_names, write_overlay
 from electra_dist.report.panels import PANELS
-from electra_dist.report.report_page import write_report
+from electra_dist.report.report_page import unique_names, write_overlay, write_report
 from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord
 
 CONFIGS = Path(__file__).parents[2] / "configs"

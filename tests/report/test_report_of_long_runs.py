@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from support.command_memory import run_command
 from support.long_runs import write_long_run
 
-from electra_dist.report.curve_points import MetricColumns
-from electra_dist.report.panels import PANELS
+from electra_dist.report.panels import PANELS, MetricColumns
 from electra_dist.report.run_record import read_run
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

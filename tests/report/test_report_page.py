@@ -28,9 +28,8 @@ from typer.testing import CliRunner
 from electra_dist.config.load import dump_yaml, load_config
 from electra_dist.errors import UserError
 from electra_dist.model.counts import parameter_counts
-from electra_dist.report.curve_points import Curve, RunCurves, columns_of
 from electra_dist.report.curves import draw_panel, write_curves_png
-from electra_dist.report.panels import PANELS, baselines, guessed_by_recall
+from electra_dist.report.panels import PANELS, Curve, RunCurves, baselines, columns_of, guessed_by_recall
 from electra_dist.report.report_page import write_report
 from electra_dist.run.environment_record import commit, write_environment
 from electra_dist.run.ledger import Event, Ledger

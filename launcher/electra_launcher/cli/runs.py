@@ -181,8 +181,7 @@ def report(
                 f"from a copy, then repeat this command",
                 soft_wrap=True,
             )
-    from electra_dist.report.overlay_page import OVERLAY_FILE, write_overlay
-    from electra_dist.report.report_page import write_report
+    from electra_dist.report.report_page import OVERLAY_FILE, write_overlay, write_report
 
     out = open_console()
     if len(runs) == 1:
