@@ -36,12 +36,11 @@ from electra_dist.scoring.number_agreement import TEMPLATES, Pair, make_pairs
 from electra_dist.scoring.pair_files import SentencePair
 from electra_dist.scoring.token_scores import (
     TokenScorer,
-    kept_log_probs,
     predicts_tokens,
-    pseudo_log_likelihood,
     pseudo_log_likelihoods,
     replaced_logits,
     row_sums,
+    score_places,
     sentence_log_probs,
 )
 
@@ -81,7 +80,7 @@ def score_minimal_pairs(
             f"use a model with an English vocabulary"
         )
     scores = _sentence_scores(encoder, all_pairs, device, progress)
-    phenomena = [pair.phenomenon for pair in all_pairs]
+    phenomena = [name for name, pairs in pairs_of.items() for _ in pairs]
     examples = {name: _example(pairs[0]) for name, pairs in pairs_of.items() if pairs}
     return _pair_scores(phenomena, scores, examples)
 
@@ -175,9 +174,9 @@ def _sentence_scores(
     if not predicts_tokens(encoder):
         return -replaced_logits(encoder, ids, positions, device, progress)
     if encoder.reads_masks:
-        return pseudo_log_likelihood(encoder, ids, device, progress)
+        return sentence_log_probs(encoder, ids, device, progress)
     # Replace MLM or All-Tokens MLM: the model never saw [MASK] in training, so it reads the sentence as it stands.
-    return kept_log_probs(encoder, ids, positions, device, progress)
+    return score_places(encoder, ids, list(enumerate(positions)), device, progress)
 
 
 def _example(pair: Pair) -> str:

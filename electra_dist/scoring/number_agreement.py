@@ -49,27 +49,26 @@ _DRAWS_PER_PAIR = 50  # attempts per requested pair, because the draws of a temp
 
 
 class Pair(NamedTuple):
-    """Grammatical and ungrammatical sentence, each as a sequence of words; the two differ in one word."""
-
-    phenomenon: str  # a key of `TEMPLATES`, such as "subject-verb"
-    good: Words
-    bad: Words
-
-    @property
-    def position(self) -> int:
-        """Return the index, counted from 0, of the word that differs between the two sentences."""
-        for index, (good_word, bad_word) in enumerate(zip(self.good, self.bad)):
-            if good_word != bad_word:
-                return index
-        raise ValueError(f"the sentences of a pair are equal: {' '.join(self.good)}; report this error")
-
-
-class _Contrast(NamedTuple):
-    """Sentence with one gap, marked by `_SLOT`, and the correct and the incorrect word for the gap."""
+    """Sentence with one gap, marked by `_SLOT`, and the grammatical and the ungrammatical word for the gap."""
 
     frame: Words
     good_word: str
     bad_word: str
+
+    @property
+    def good(self) -> Words:
+        """Return the words of the grammatical sentence."""
+        return tuple(self.good_word if word == _SLOT else word for word in self.frame)
+
+    @property
+    def bad(self) -> Words:
+        """Return the words of the ungrammatical sentence."""
+        return tuple(self.bad_word if word == _SLOT else word for word in self.frame)
+
+    @property
+    def position(self) -> int:
+        """Return the index, counted from 0, of the word that differs between the two sentences."""
+        return self.frame.index(_SLOT)
 
 
 class _NoWords(Exception):
@@ -100,7 +99,7 @@ class _WordSampler:
         return options[int(self._generator.integers(len(options)))]
 
 
-def _subject_verb(sampler: _WordSampler) -> _Contrast:
+def _subject_verb(sampler: _WordSampler) -> Pair:
     """Draw a sentence with a gap for the verb, which must agree with its subject: "the old boy [is] tired"."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
@@ -108,7 +107,7 @@ def _subject_verb(sampler: _WordSampler) -> _Contrast:
     attribute = sampler.draw_word(ADJECTIVES)
     predicate = sampler.draw_word(ADJECTIVES)
     frame = ("the", attribute, noun[number], _SLOT, predicate, ".")
-    return _Contrast(frame, verb[number], verb[1 - number])
+    return Pair(frame, verb[number], verb[1 - number])
 
 
 def _subject_verb_across(
@@ -117,7 +116,7 @@ def _subject_verb_across(
     pronoun: Words,
     links: Words,
     endings: Words,
-) -> _Contrast:
+) -> Pair:
     """Draw a sentence with a gap for the verb after words that mislead: "the boy who saw the houses [has] come"."""
     number = sampler.draw_number()
     noun = sampler.draw_forms(NOUNS)
@@ -126,10 +125,10 @@ def _subject_verb_across(
     link = sampler.draw_word(links)
     ending = sampler.draw_word(endings)
     frame = ("the", noun[number], *pronoun, link, "the", distractor, _SLOT, ending, ".")
-    return _Contrast(frame, verb[number], verb[1 - number])
+    return Pair(frame, verb[number], verb[1 - number])
 
 
-def _determiner_noun(sampler: _WordSampler) -> _Contrast:
+def _determiner_noun(sampler: _WordSampler) -> Pair:
     """Draw a sentence with a gap for a noun, which must agree with its determiner: "the teacher saw this [house]"."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
@@ -137,10 +136,10 @@ def _determiner_noun(sampler: _WordSampler) -> _Contrast:
     person = sampler.choose(sampler.draw_forms(NOUNS))
     action = sampler.draw_word(ACTIONS)
     frame = ("the", person, action, determiner, _SLOT, ".")
-    return _Contrast(frame, thing[number], thing[1 - number])
+    return Pair(frame, thing[number], thing[1 - number])
 
 
-def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
+def _quantifier_noun(sampler: _WordSampler) -> Pair:
     """Draw a sentence with a gap for a noun after a quantifier ("many"): "they saw many [houses] near the river"."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
@@ -149,10 +148,10 @@ def _quantifier_noun(sampler: _WordSampler) -> _Contrast:
     preposition = sampler.draw_word(PREPOSITIONS)
     landmark, _ = sampler.draw_forms(THINGS)
     frame = ("they", action, quantifier, _SLOT, preposition, "the", landmark, ".")
-    return _Contrast(frame, thing[number], thing[1 - number])
+    return Pair(frame, thing[number], thing[1 - number])
 
 
-def _demonstrative(sampler: _WordSampler) -> _Contrast:
+def _demonstrative(sampler: _WordSampler) -> Pair:
     """Draw a sentence with a gap for a demonstrative, which must agree with a noun: "[these] old houses are small"."""
     number = sampler.draw_number()
     thing = sampler.draw_forms(THINGS)
@@ -161,10 +160,10 @@ def _demonstrative(sampler: _WordSampler) -> _Contrast:
     first_adjective = sampler.draw_word(ADJECTIVES)
     second_adjective = sampler.draw_word(ADJECTIVES)
     frame = (_SLOT, first_adjective, thing[number], verb[number], second_adjective, ".")
-    return _Contrast(frame, determiners[number], determiners[1 - number])
+    return Pair(frame, determiners[number], determiners[1 - number])
 
 
-TEMPLATES: dict[str, Callable[[_WordSampler], _Contrast]] = {
+TEMPLATES: dict[str, Callable[[_WordSampler], Pair]] = {
     "subject-verb": _subject_verb,
     "subject-verb across a phrase": partial(
         _subject_verb_across, verbs=BE, pronoun=(), links=PREPOSITIONS, endings=ADJECTIVES
@@ -185,30 +184,26 @@ def make_pairs(vocabulary: Container[str], num_pairs: int, seed: int = 0) -> dic
     be empty, if the vocabulary has too few words for the phenomenon's template.
     """
     pairs_of = {}
-    for number, phenomenon in enumerate(TEMPLATES):
+    for number, (phenomenon, draw_pair) in enumerate(TEMPLATES.items()):
         phenomenon_seed = seed * len(TEMPLATES) + number  # distinct for all seeds and phenomena
-        pairs_of[phenomenon] = _draw_pairs(phenomenon, vocabulary, num_pairs, phenomenon_seed)
+        pairs_of[phenomenon] = _draw_pairs(draw_pair, vocabulary, num_pairs, phenomenon_seed)
     return pairs_of
 
 
-def _draw_pairs(phenomenon: str, vocabulary: Container[str], num_pairs: int, seed: int) -> list[Pair]:
+def _draw_pairs(
+    draw_pair: Callable[[_WordSampler], Pair], vocabulary: Container[str], num_pairs: int, seed: int
+) -> list[Pair]:
     """Draw up to `num_pairs` distinct pairs of one phenomenon whose words are all in the vocabulary."""
-    draw_contrast = TEMPLATES[phenomenon]
     sampler = _WordSampler(vocabulary, seed)
     pairs: dict[Pair, None] = {}  # used as an ordered set: only the keys matter
     for _ in range(num_pairs * _DRAWS_PER_PAIR):
         try:
-            frame, good_word, bad_word = draw_contrast(sampler)
+            pair = draw_pair(sampler)
         except _NoWords:
             break  # the vocabulary has none of the words for a place of the template
-        pair = Pair(phenomenon, good=_fill_slot(frame, good_word), bad=_fill_slot(frame, bad_word))
         # The fixed words of a frame ("the", "who", ".") are not drawn, so the vocabulary may lack them.
         if all(word in vocabulary for word in (*pair.good, *pair.bad)):
             pairs[pair] = None
         if len(pairs) == num_pairs:
             break
     return list(pairs)
-
-
-def _fill_slot(frame: Words, word: str) -> Words:
-    return tuple(word if frame_word == _SLOT else frame_word for frame_word in frame)

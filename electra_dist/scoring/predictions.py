@@ -94,24 +94,11 @@ def open_predictions(
     `text_a`, `text_b` and `label` name columns of a table. If one is None, the column that the training data had is
     used if the file has it; otherwise the column of the text is searched for. With the label "", none is read.
     """
-    notes, predict = _open(model, file, text_a, text_b, label, delimiter)
-
-    def with_notes(progress: Progress) -> Predictions:
-        predictions = predict(progress)
-        return predictions._replace(notes=[*notes, *predictions.notes])
-
-    return with_notes
-
-
-def _open(
-    model: TunedModel, file: Path, text_a: str | None, text_b: str | None, label: str | None, delimiter: str | None
-) -> tuple[Sequence[str], Predict]:
-    """Read a file as `open_predictions` does; return remarks on it for the user, and the function that predicts."""
     suffix = file.suffix.lower()
     is_table = suffix in TABLE_SUFFIXES or file.is_dir() or delimiter is not None
     if model.kind == "QuestionAnswering":
         questions = _read_questions(file, delimiter) if is_table else read_squad(file, 2, True, is_marked=True)
-        return questions.remarks(file), lambda progress: _predict_answers(model, questions, progress)
+        return _noted(questions.remarks(file), lambda progress: _predict_answers(model, questions, progress))
     if model.kind == "TokenClassification" and (not is_table or (suffix == ".tsv" and text_a is None)):
         return _open_words(model, file)
     table = _with_all_keys(read_table(file, delimiter)) if is_table else _read_lines(file)
@@ -121,7 +108,7 @@ def _open(
     notes = [*texts.remarks(), *texts.remarks_on_empty(range(len(texts.a)), "index", nothing)]
     if model.kind == "TokenClassification":
         words = [tuple(text.split()) for text in texts.a]
-        return notes, lambda progress: _predict_tags(model, words, None, progress)
+        return _noted(notes, lambda progress: _predict_tags(model, words, None, progress))
     trained_column = model.columns.get("text_a")
     if is_table and text_a is None and trained_column not in (None, columns.text_a):
         notes.append(
@@ -139,9 +126,22 @@ def _open(
             raise UserError(f"{error}, or pass --label '' to predict without scores") from None
         if not targets.labels:
             notes += remarks_on_equal_numbers(scored)
-    return [*notes, *remarks], lambda progress: _beside_own_columns(
-        table, _predict_texts(model, texts, targets, labelled, target_N1, progress)
+    return _noted(
+        [*notes, *remarks],
+        lambda progress: _beside_own_columns(
+            table, _predict_texts(model, texts, targets, labelled, target_N1, progress)
+        ),
     )
+
+
+def _noted(notes: Sequence[str], predict: Predict) -> Predict:
+    """Return a function that predicts as `predict` does, with `notes` before the remarks of the predictions."""
+
+    def predict_with_notes(progress: Progress) -> Predictions:
+        predictions = predict(progress)
+        return predictions._replace(notes=[*notes, *predictions.notes])
+
+    return predict_with_notes
 
 
 def _labelled_rows(
@@ -162,8 +162,8 @@ def _labelled_rows(
     return labelled, []
 
 
-def _open_words(model: TunedModel, file: Path) -> tuple[Sequence[str], Predict]:
-    """Read a file of words, with or without tags; return what `_open` does."""
+def _open_words(model: TunedModel, file: Path) -> Predict:
+    """Read a file of words, with or without tags, and return the function that predicts."""
     with readable(file):
         words, tags = read_words(file)
     notes = remarks_on_texts(str(file), map(" ".join, words))
@@ -174,7 +174,7 @@ def _open_words(model: TunedModel, file: Path) -> tuple[Sequence[str], Predict]:
         tags = None
     else:
         notes += remarks_on_tags(file, tags or (), model.labels)
-    return notes, lambda progress: _predict_tags(model, words, tags, progress)
+    return _noted(notes, lambda progress: _predict_tags(model, words, tags, progress))
 
 
 class _Columns(NamedTuple):

@@ -209,7 +209,11 @@ def build_token_scorer(encoder: Pretrained, device: torch.device) -> TokenScorer
             return F.logsigmoid(-output_BS)  # RTD: the output is the logit of "replaced"
 
     def score(ids: Ids, progress: Progress = quiet) -> list[torch.Tensor]:
-        return _values_between_ends(token_scores, encoder, ids, device, progress)
+        values = [torch.empty(0)] * len(ids)
+        for rows, score_BS in predict(token_scores, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
+            for row, score_S in zip(rows, score_BS.cpu(), strict=True):
+                values[row] = score_S[1 : len(ids[row]) - 1].clone()  # a view would keep the whole batch in memory
+        return values
 
     return score
 
@@ -235,34 +239,24 @@ def score_places(
 def sentence_log_probs(
     encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return for each row the sum of its tokens' scores, without [CLS] and the last [SEP], fp32 [N]."""
+    """Return for each row the sum of its tokens' scores, without [CLS] and the last [SEP], fp32 [N].
+
+    For a masked language model it is the pseudo-log-likelihood, the sum of log p(token | all other tokens). Then rows
+    must be single sentences: a pair has a [SEP] inside the row, and masking it would change the token types.
+    """
     return row_sums(build_token_scorer(encoder, device)(ids, progress))
 
 
 def replaced_logits(
     encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
 ) -> torch.Tensor:
-    """Return the discriminator's logit of "replaced" at one position of each row, fp32 [N]."""
-    replaced_logit = discriminator_output_function(encoder, device)
-    return _at_positions(replaced_logit, encoder, ids, positions, device, progress)
-
-
-def kept_log_probs(
-    encoder: Pretrained, ids: Ids, positions: Sequence[int], device: torch.device, progress: Progress = quiet
-) -> torch.Tensor:
-    """Return log P(the token is the original one) at one position of each row, fp32 [N]; the rows are not masked."""
-    return _at_positions(kept_log_prob_function(encoder, device), encoder, ids, positions, device, progress)
-
-
-def pseudo_log_likelihood(
-    encoder: Pretrained, ids: Ids, device: torch.device, progress: Progress = quiet
-) -> torch.Tensor:
-    """Return the sum of log p(token | all other tokens) over each row's tokens without [CLS] and [SEP], fp32 [N].
-
-    Rows must be single sentences: a pair has a [SEP] inside the row, and masking this [SEP] would change the token
-    types.
-    """
-    return row_sums(masked_scorer(encoder, device)(ids, progress))
+    """Return the discriminator's logit of "replaced" at one position of each row, fp32 [N] on the host."""
+    outputs = discriminator_output_function(encoder, device)
+    logit_N = torch.empty(len(ids))
+    for rows, logit_BS in predict(outputs, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
+        position_B = torch.tensor([positions[row] for row in rows], device=logit_BS.device)
+        logit_N[rows] = logit_BS.gather(1, position_B[:, None])[:, 0].cpu()
+    return logit_N
 
 
 def pseudo_log_likelihoods(
@@ -274,7 +268,7 @@ def pseudo_log_likelihoods(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two sums over each row's tokens without [CLS] and [SEP], each fp32 [N].
 
-    The first is `pseudo_log_likelihood`. In the second, the tokens after the scored one in the same word are masked
+    The first is `sentence_log_probs`. In the second, the tokens after the scored one in the same word are masked
     together with it: `continues_word` says for each of these tokens whether it belongs to the word of the one before.
     The sums are equal for rows whose words are single tokens. Rows must be single sentences.
     """
@@ -296,37 +290,6 @@ def pseudo_log_likelihoods(
     for (row, position), logp in zip(places, logp_C, strict=True):
         word_values[row][position - 1] = logp
     return row_sums(token_values), row_sums(word_values)
-
-
-def _at_positions(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    encoder: Pretrained,
-    ids: Ids,
-    positions: Sequence[int],
-    device: torch.device,
-    progress: Progress,
-) -> torch.Tensor:
-    """Apply `function` to all rows in batches; return its values at one position of each row, fp32 [N] on the host."""
-    value_N = torch.empty(len(ids))
-    for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
-        position_B = torch.tensor([positions[row] for row in rows], device=value_BS.device)
-        value_N[rows] = value_BS.gather(1, position_B[:, None])[:, 0].cpu()
-    return value_N
-
-
-def _values_between_ends(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    encoder: Pretrained,
-    ids: Ids,
-    device: torch.device,
-    progress: Progress,
-) -> list[torch.Tensor]:
-    """Apply `function` to all rows in batches; return each row's values without those of its first and last token."""
-    values = [torch.empty(0)] * len(ids)
-    for rows, value_BS in predict(function, ids, encoder.special.pad, SENTENCES_PER_BATCH, device, progress):
-        for row, value_S in zip(rows, value_BS.cpu(), strict=True):
-            values[row] = value_S[1 : len(ids[row]) - 1].clone()  # a view would keep the whole batch in memory
-    return values
 
 
 def row_sums(values: list[torch.Tensor]) -> torch.Tensor:

@@ -14,14 +14,14 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig, check_overrides, settings_for
 from electra_dist.finetune.labelled_texts import LabelTargets
 from electra_dist.run.folder import is_run_folder
-from electra_dist.store.atomic_files import read_regular, readable
-from electra_dist.store.json_file import DamagedJson, parse_json_object
+from electra_dist.store.json_file import read_json_object
 
 if TYPE_CHECKING:
     from electra_dist.finetune.models import TaskModel
     from electra_dist.pretrained.encoder import Pretrained
 
 _LABELS_OF_DETECTION = {"0": "REPLACED"}  # of an untuned ModernBERT discriminator, which has a class for tags
+_AGAIN = "copy or write the model again"  # next step where a file is damaged
 _KINDS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
 
 
@@ -34,7 +34,7 @@ class TunedModel:
         Raises UserError if the folder holds no model for a task that is predicted.
         """
         self.folder = folder = _folder_of_model(folder)
-        self.config = _read_json(folder / "config.json")
+        self.config = read_json_object(folder / "config.json", _AGAIN)
         self.kind = _kind_of(folder, self.config)
         names = self.config.get("id2label") or {}
         self.labels = tuple(str(names[number]) for number in sorted(names, key=int)) or ("LABEL_0", "LABEL_1")
@@ -44,7 +44,7 @@ class TunedModel:
                 f"predicted"
             )
         record_file = folder / "finetune.json"
-        record = _read_json(record_file) if record_file.exists() else {}
+        record = read_json_object(record_file, _AGAIN) if record_file.exists() else {}
         self.data: Mapping[str, Any] = record.get("data") or {}
         self.columns: Mapping[str, str | None] = self.data.get("columns") or {}  # of the training data
         self._settings: Mapping[str, Any] | None = record.get("settings")
@@ -107,7 +107,7 @@ def _folder_of_model(folder: Path) -> Path:
             f"{folder}: holds no tuned model; if its fine-tuning was interrupted, run the finetune command again, "
             f"otherwise name the folder of a tuned model"
         )
-    return folder
+    raise UserError(f"{folder / 'config.json'}: no such file; name the folder of a tuned model")
 
 
 def _kind_of(folder: Path, config: Mapping[str, Any]) -> str:
@@ -135,11 +135,3 @@ def _no_task(folder: Path) -> UserError:
         f"{folder}: a pretrained model, which knows no task; tune it first: electra-dist finetune "
         f"--model {shlex.quote(str(folder))} --data TEXTS.csv --output tuned"
     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        with readable(file, "name the folder of a tuned model"):
-            return parse_json_object(read_regular(file))
-    except DamagedJson as error:
-        raise UserError(f"{file}: not JSON ({error}); copy or write the model again") from None

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ from electra_dist.finetune.word_files import Sentence, Treebank
 from electra_dist.pretrained.encoder import Pretrained
 
 Target = Literal["tags", "heads"]
+Standardize = Callable[[torch.Tensor], torch.Tensor]  # brings states [W, H] to the scale of the training states
 _BATCH = 32  # sentences per step, and per forward pass of the encoder
 _EPOCHS = 10
 _MIN_STEPS = 400  # a small treebank is read more often than _EPOCHS times
@@ -82,7 +83,7 @@ def probe_words(
     held_out_scores: list[float | None] = []
     counts_of_layers = []
     for layer in range(num_states):
-        scale = _Standardization(train_states.state_LTH[layer])
+        scale = _standardization(train_states.state_LTH[layer])
         probe = classes.new_probe(encoder.tower.hidden_size).to(device)
         batches = train.batches(layer, fitted_numbers, scale)
         held_out_batches = train.batches(layer, held_out_numbers, scale)
@@ -200,7 +201,7 @@ class _Examples:
         self._classes_of = [torch.tensor([_NO_WORD, *classes.of_words(sentence)]) for sentence in states.sentences]
         self._device = device
 
-    def batches(self, layer: int, numbers: Sequence[int], scale: _Standardization) -> list[_Batch]:
+    def batches(self, layer: int, numbers: Sequence[int], scale: Standardize) -> list[_Batch]:
         """Return the states of the sentences `numbers` at one layer as padded batches, in order of sentence length."""
         by_length = sorted(numbers, key=lambda number: len(self._classes_of[number]))
         batches = []
@@ -216,18 +217,14 @@ class _Examples:
         return batches
 
 
-class _Standardization:
-    """Function that subtracts each feature's mean over the training states, and divides by its standard deviation.
+def _standardization(state_TH: torch.Tensor) -> Standardize:
+    """Return a function that subtracts each feature's mean over the training states, and divides by its deviation.
 
     The deviation counts as at least 1e-6, so a feature that is constant in training becomes 0 there.
     """
-
-    def __init__(self, state_TH: torch.Tensor) -> None:
-        self._mean_H = state_TH.mean(0)
-        self._std_H = state_TH.std(0).clamp_min(1e-6)
-
-    def __call__(self, state_WH: torch.Tensor) -> torch.Tensor:
-        return (state_WH - self._mean_H) / self._std_H
+    mean_H = state_TH.mean(0)
+    std_H = state_TH.std(0).clamp_min(1e-6)
+    return lambda state_WH: (state_WH - mean_H) / std_H
 
 
 class _TagProbe(nn.Module):

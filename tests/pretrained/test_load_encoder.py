@@ -25,7 +25,7 @@ from electra_dist.model.towers import build_towers
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice, load_pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.pretrained.weights import RunWeights, load_tower_folders
-from electra_dist.scoring.token_scores import pseudo_log_likelihood, replaced_logits
+from electra_dist.scoring.token_scores import replaced_logits, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_a_run_trained_with_mlm_keeps_its_token_head_and_has_no_generator(
     loaded = Pretrained.from_state("run", state, model, vocabulary, True)
 
     assert "layer_norm.weight" in loaded.head_state()
-    assert pseudo_log_likelihood(loaded, [PAIR_ROW, SINGLE_ROW], CPU).max() < 0
+    assert sentence_log_probs(loaded, [PAIR_ROW, SINGLE_ROW], CPU).max() < 0
     with pytest.raises(UserError, match="no bidirectional generator"):
         Pretrained.from_state("run", state, model, vocabulary, True, "generator")
 

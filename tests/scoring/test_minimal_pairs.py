@@ -22,12 +22,11 @@ from electra_dist.pretrained.encoder import Pretrained, load_pretrained
 from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring import minimal_pairs
 from electra_dist.scoring.minimal_pairs import (
-    kept_log_probs,
-    pseudo_log_likelihood,
     remarks_on_kinds,
     score_minimal_pairs,
 )
 from electra_dist.scoring.number_agreement import NOUNS, TEMPLATES, THINGS, make_pairs
+from electra_dist.scoring.token_scores import kept_log_prob_function, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary
 
 CPU = torch.device("cpu")
@@ -139,10 +138,9 @@ def test_all_tokens_mlm_scores_a_word_by_its_own_probability_of_the_word_with_th
     module = build_objective(without_dropout, objective, special, seed=5)
     assert isinstance(module, CorruptingObjective)
     ids = torch.tensor([[2, 60, 61, 62, 63, 3], [2, 70, 71, 72, 73, 3]])
-    num_rows, row_length = ids.shape
     with torch.no_grad():
         module.towers.copy_gate.bias.fill_(-2.0)
-        step_input = StepInput(ids, torch.arange(num_rows), 0, 1, 0.0, 1.0)
+        step_input = StepInput(ids, torch.arange(len(ids)), 0, 1, 0.0, 1.0)
         corrupted = module.corrupt(module.batch(step_input))
         nothing_replaced = corrupted._replace(corrupted_BS=ids, label_BS=torch.zeros_like(ids).bool())
         module.corrupt = lambda batch: nothing_replaced  # type: ignore[method-assign]
@@ -151,11 +149,9 @@ def test_all_tokens_mlm_scores_a_word_by_its_own_probability_of_the_word_with_th
     encoder = Pretrained.from_state("run", module.state_dict(), without_dropout, vocabulary, True, reads_masks=False)
     without_gate_state = {name: value for name, value in encoder.state.items() if "copy_gate" not in name}
     encoder_without_gate = dataclasses.replace(encoder, state=without_gate_state)
-    # Every position of every row is scored once.
-    rows = [row for row in ids.tolist() for _ in range(row_length)]
-    positions = [*range(row_length)] * num_rows
-    log_probs = kept_log_probs(encoder, rows, positions, CPU)
-    log_probs_without_gate = kept_log_probs(encoder_without_gate, rows, positions, CPU)
+    with torch.no_grad():
+        log_probs = kept_log_prob_function(encoder, CPU)(ids)
+        log_probs_without_gate = kept_log_prob_function(encoder_without_gate, CPU)(ids)
 
     assert log_probs.sum().item() == pytest.approx(-loss.item(), rel=1e-5)
     assert (log_probs_without_gate < log_probs).all()
@@ -175,7 +171,7 @@ def test_each_objective_is_scored_with_the_function_for_its_head(
 
         return scores
 
-    for name in ("replaced_logits", "pseudo_log_likelihood", "kept_log_probs"):
+    for name in ("replaced_logits", "sentence_log_probs", "score_places"):
         monkeypatch.setattr(minimal_pairs, name, recorder(name))
 
     for objective, reads_masks in (("rtd", False), ("mlm", True), ("all_tokens_mlm", False), ("replace_mlm", False)):
@@ -185,7 +181,7 @@ def test_each_objective_is_scored_with_the_function_for_its_head(
         )
         score_minimal_pairs(pretrained, 5, CPU)
 
-    assert called == ["replaced_logits", "pseudo_log_likelihood", "kept_log_probs", "kept_log_probs"]
+    assert called == ["replaced_logits", "sentence_log_probs", "score_places", "score_places"]
 
 
 def test_a_random_model_is_near_chance_and_a_model_without_its_head_is_refused(encoder: Pretrained) -> None:
@@ -226,9 +222,9 @@ def test_the_pseudo_log_likelihood_is_the_sum_of_each_words_log_probability_when
             logits = hf_generator(ids, token_type_ids=token_types).logits[0, position]
         expected += logits.log_softmax(-1)[row[position]].item()
 
-    of_export = pseudo_log_likelihood(loaded, [row], CPU)
+    of_export = sentence_log_probs(loaded, [row], CPU)
     generator_of_run = Pretrained.from_state("run", state, model, vocabulary, True, tower="generator")
-    of_run = pseudo_log_likelihood(generator_of_run, [row], CPU)
+    of_run = sentence_log_probs(generator_of_run, [row], CPU)
 
     assert of_export.tolist() == pytest.approx([expected], abs=1e-4)
     assert torch.equal(of_run, of_export)

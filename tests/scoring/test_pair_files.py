@@ -26,7 +26,7 @@ from electra_dist.pretrained.export import export_tower
 from electra_dist.scoring import minimal_pairs
 from electra_dist.scoring.minimal_pairs import score_sentence_pairs
 from electra_dist.scoring.pair_files import SentencePair, read_pair_files
-from electra_dist.scoring.token_scores import pseudo_log_likelihood, pseudo_log_likelihoods, sentence_log_probs
+from electra_dist.scoring.token_scores import pseudo_log_likelihoods, sentence_log_probs
 from electra_dist.tokenizer import Vocabulary, new_tokenizer
 
 CPU = torch.device("cpu")
@@ -155,16 +155,6 @@ def test_a_discriminator_scores_a_sentence_by_the_log_probabilities_that_its_tok
     assert sentence_log_probs(encoder, rows, CPU).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_masked_language_model_scores_a_sentence_by_its_pseudo_log_likelihood(
-    model: ModelConfig, vocabulary: Vocabulary
-) -> None:
-    state = build_towers(model, 3).state_dict()
-    generator = Pretrained.from_state("run", state, model, vocabulary, True, tower="generator")
-    rows = [[2, 62, 74, 75, 3], [2, 90, 3]]
-
-    assert torch.equal(sentence_log_probs(generator, rows, CPU), pseudo_log_likelihood(generator, rows, CPU))
-
-
 def test_equal_copies_of_two_sentences_are_read_once_and_give_each_its_own_score(
     model: ModelConfig, vocabulary: Vocabulary
 ) -> None:
@@ -176,10 +166,10 @@ def test_equal_copies_of_two_sentences_are_read_once_and_give_each_its_own_score
     def note_total(_: str, __: int, total: int) -> None:
         totals.add(total)
 
-    both = pseudo_log_likelihood(generator, [good, bad], CPU, note_total)
+    both = sentence_log_probs(generator, [good, bad], CPU, note_total)
 
     assert totals == {5}  # of six copies, those in which 74 and 80 are masked are equal
-    alone = [pseudo_log_likelihood(generator, [row], CPU).item() for row in (good, bad)]
+    alone = [sentence_log_probs(generator, [row], CPU).item() for row in (good, bad)]
     assert both.tolist() == pytest.approx(alone, abs=1e-5)
     assert alone[0] != pytest.approx(alone[1], abs=1e-3)
 
