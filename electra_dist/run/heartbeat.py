@@ -6,7 +6,7 @@ function: a rank is hung if its last heartbeat is older than the limit of its ph
 of the rank's own step time, which is measured during the run; the other phases have fixed limits. Imports no torch.
 
 How: heartbeats have Unix times. The supervisor, which must not be misled by a wall clock that jumps, dates them by its
-own clock when it first sees them (launcher/electra_launcher/supervise/silence.py).
+own clock when it first sees them (launcher/electra_launcher/supervise/hangs.py).
 
 Limits: a beat proves that the Python thread of the rank made progress, not that the GPU did. But every step waits for
 its results before the update, so the beats of a rank whose GPU hangs end at the latest in the next step. Other nodes

@@ -258,7 +258,7 @@ class Drill:
             is_of_new_start = beat.attempt != before.attempt and beat.phase != "setup"
             if not is_of_new_start:
                 return None
-            last_known_step = _resumed_step(self._ledger())
+            last_known_step = starts(self._ledger())[-1].first_step
         return beat if beat.step > last_known_step else None
 
     def _wait_for(self, condition: Callable[[], T | None]) -> T:
@@ -336,7 +336,3 @@ def _reaction_problem(hit: Hit, fault: Fault, num_starts: int, was_set_aside: bo
 
 class Stuck(Exception):
     """The run made no progress or ended unexpectedly, so that the drill cannot go on; the message names the log."""
-
-
-def _resumed_step(ledger: Sequence[LedgerEvent]) -> int:
-    return starts(ledger)[-1].first_step

@@ -34,7 +34,8 @@ from electra_dist.store.open_store import REMOTE_SCHEMES
 from electra_dist.store.patience import Patience, WaitReporter
 from electra_launcher.entry import add_options, begin_program, exit_code_of
 from electra_launcher.preflight.findings import Finding, as_json, exit_code, print_findings, strike_of
-from electra_launcher.preflight.node_check import check_node
+from electra_launcher.preflight.gpu_checks import check_gpus
+from electra_launcher.preflight.storage_checks import check_storage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,6 +96,16 @@ def _check(config: Config, node: str, patience: Patience, *, is_first_of_node: b
 
         return findings + check_load(node)
     return findings
+
+
+def check_node(config: Config, node: str, patience: Patience | None = None) -> list[Finding]:
+    """Check this node's GPUs, storage, disks and clock, which needs neither torch nor other nodes.
+
+    Test objects that are written to the storage are deleted again. If storage is full or does not respond, a new run
+    waits for it as long as `patience` says (None: not at all). Raises StoreError if the run has several nodes and this
+    node has no folder in which it could cache shards.
+    """
+    return check_gpus(node) + check_storage(config, node, patience)
 
 
 def _with_cache_folder(config: Config, num_nodes: int) -> Config:

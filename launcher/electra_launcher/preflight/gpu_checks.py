@@ -1,4 +1,4 @@
-"""Classify GPUs as fit for a run or not, from NVML's values (`electra_dist/nvml.py`) and from measured speeds.
+"""Judge whether GPUs are fit for a run or not, from NVML's values (`electra_dist/nvml.py`) and from measured speeds.
 
 A GPU is unhealthy, so that its node must be left out, if one of these holds:
 - it does not answer any more (lost), or the driver asks for a recovery such as a reset;
@@ -8,7 +8,7 @@ A GPU is unhealthy, so that its node must be left out, if one of these holds:
 - its matrix products are slower than those of the median GPU by more than a factor of 1.3.
 A GPU that may be used but should be examined gets a warning.
 
-Guarantee: all functions are pure.
+Guarantee: all functions but `check_gpus`, which reads NVML, are pure.
 
 Limits: a GPU that passes may still fail later. A slow GPU is found only if there are others to compare it with.
 """
@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from electra_dist.nvml import GpuHealth
+from electra_dist.nvml import GpuHealth, GpuProbe
 from electra_launcher.preflight.findings import Finding, Severity
 
 SLOW_FACTOR = 1.3  # A GPU slower than the median by more than this factor is unhealthy; sound ones differ by some 5 %.
@@ -30,6 +30,21 @@ _RESET = "drain the node and reset this GPU"
 _TROUBLE = ("hardware slowdown", "hardware thermal slowdown", "power brake")  # throttle reasons of an unhealthy GPU
 
 _Fault = tuple[Severity, str, str]  # severity, what was found, next step
+
+
+def check_gpus(node: str) -> list[Finding]:
+    """Return what NVML shows about this node's idle GPUs.
+
+    If there is no GPU, or nvidia-ml-py is missing, the result is a single finding of severity "ok".
+    """
+    probe = GpuProbe.open()
+    if probe is None:
+        what = "no GPU to check: NVML finds none, or nvidia-ml-py is not installed"
+        return [Finding(severity="ok", node=node, what=what)]
+    try:
+        return classify_gpus(probe.health(), node)
+    finally:
+        probe.close()
 
 
 def classify_gpus(gpus: Sequence[GpuHealth], node: str) -> list[Finding]:

@@ -20,7 +20,7 @@ from electra_dist.config.secrets import hide_overrides
 from electra_dist.engine.rank_environment import check_device
 from electra_dist.errors import EXIT_DONE
 from electra_launcher.entry import add_options, begin_program, exit_code_of, read_config
-from electra_launcher.supervise.rank_placement import Placement
+from electra_launcher.supervise.rank_processes import Placement
 from electra_launcher.supervise.supervisor import Supervisor
 
 

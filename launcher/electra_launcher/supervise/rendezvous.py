@@ -41,7 +41,7 @@ from electra_dist.run.records import Count
 from electra_dist.store.atomic_files import read_regular, replacing, writable
 from electra_dist.store.json_file import DamagedJson, parse_json_object, validate_json
 from electra_dist.store.patience import Patience, waits
-from electra_launcher.supervise.rank_placement import NUM_PORTS
+from electra_launcher.supervise.rank_processes import NUM_PORTS
 
 _FILE_NAME = re.compile(r"node-(?P<node>0|[1-9][0-9]{0,5})\.json")
 _POLL_S = 1.0  # shortest time between two reads of the files by `news`

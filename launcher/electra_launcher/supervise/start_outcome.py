@@ -19,7 +19,7 @@ from electra_dist.run.failures import Failure, is_repetition
 from electra_dist.run.heartbeat import Beat
 from electra_dist.run.ledger import LedgerEvent
 from electra_dist.run.this_node import node_name
-from electra_launcher.supervise.rank_placement import Placement
+from electra_launcher.supervise.rank_processes import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

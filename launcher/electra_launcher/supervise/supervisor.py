@@ -22,8 +22,10 @@ import contextlib
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from electra_dist.config import Config
@@ -57,11 +59,10 @@ from electra_dist.store.atomic_files import lock_file, writable
 from electra_dist.store.patience import Patience, patient
 from electra_dist.train.stop_request import JobEndTime
 from electra_launcher.preflight.findings import exit_code, strike_of
-from electra_launcher.preflight.node_check import check_gpus, preflight
-from electra_launcher.supervise.hang_report import nccl_environment
+from electra_launcher.preflight.gpu_checks import check_gpus
+from electra_launcher.supervise.hangs import nccl_environment
 from electra_launcher.supervise.messages import Log, event_of, notify
-from electra_launcher.supervise.rank_placement import Placement
-from electra_launcher.supervise.rank_processes import RankProcesses, kill_marked
+from electra_launcher.supervise.rank_processes import Placement, RankProcesses, kill_marked
 from electra_launcher.supervise.rendezvous import Rendezvous
 from electra_launcher.supervise.start_outcome import (
     FailedStart,
@@ -74,6 +75,7 @@ from electra_launcher.supervise.start_outcome import (
 )
 from electra_launcher.supervise.wait_for_ranks import ReceivedSignals, StartMonitor
 
+_POLL_S = 0.5  # between two calls of `give_up` while the preflight process runs
 _TAKE_OVER_S = 180.0  # how long a new job waits for the supervisor of the previous job, which must end its ranks
 _LEDGER_S = 60.0  # how much later a shared file system may show what rank 0 wrote on another node
 
@@ -171,7 +173,10 @@ class Supervisor:
         num_fruitless = 0  # restarts in a row without a new checkpoint
         while True:
             checkpoint_before = newest_checkpoint(self._read_ledger())
-            port = self._meeting.start(give_up=self._must_not_start, timeout_s=self._cluster.hang_setup_s)
+            port = self._meeting.start(
+                give_up=lambda: bool(self._signals.number or self._meeting.taken_over()),
+                timeout_s=self._cluster.hang_setup_s,
+            )
             if port is None or self._signals.number:
                 return self._end(self._why_not_started())
             result = self._run_start(port)
@@ -218,9 +223,6 @@ class Supervisor:
 
     def _read_ledger(self) -> list[LedgerEvent]:
         return read_ledger(self._run_dir, patience=self._patience)
-
-    def _must_not_start(self) -> bool:
-        return bool(self._signals.number or self._meeting.taken_over())
 
     def _run_start(self, port: int) -> StartOutcome:
         """Start the ranks once, watch them until they end or must be killed, and return how this start ended."""
@@ -281,24 +283,19 @@ class Supervisor:
 
     def _await_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
         """Return how the ranks ended; if all ended well, wait up to 60 s until the ledger has the event for it."""
-        end = self._read_end(ranks, num_events_before, num_strikes_before)
         deadline = time.monotonic() + _LEDGER_S
-        while awaits_ledger(end) and time.monotonic() < deadline:
+        while True:
+            new_strikes = read_strikes(self._run_dir, patience=self._patience)[num_strikes_before:]
+            was_struck = any(strike.node == node_name() for strike in new_strikes)
+            end = StartEnd(
+                events=self._read_ledger()[num_events_before:],
+                codes=ranks.codes(),
+                num_ranks=len(self._placement.ranks),
+                at_fault=was_struck or self._placement.num_nodes == 1,  # the only node is always at fault
+            )
+            if not awaits_ledger(end) or time.monotonic() > deadline:
+                return end
             time.sleep(1.0)
-            end = self._read_end(ranks, num_events_before, num_strikes_before)
-        return end
-
-    def _read_end(self, ranks: RankProcesses, num_events_before: int, num_strikes_before: int) -> StartEnd:
-        new_strikes = read_strikes(self._run_dir, patience=self._patience)[num_strikes_before:]
-        was_struck = any(strike.node == node_name() for strike in new_strikes)
-        # The only node of a run is always at fault.
-        is_only_node = self._placement.num_nodes == 1
-        return StartEnd(
-            events=self._read_ledger()[num_events_before:],
-            codes=ranks.codes(),
-            num_ranks=len(self._placement.ranks),
-            at_fault=was_struck or is_only_node,
-        )
 
     def _explain_failure(
         self, ranks: RankProcesses, codes: Mapping[int, int], is_hung: bool, num_killed_for_memory: int
@@ -394,6 +391,30 @@ class Supervisor:
         if self._cluster.notify and event and not was_killed:
             notify(self._cluster.notify, self._run_dir, event, end.why, end.code, self.log)
         return end.code
+
+
+def preflight(
+    run_dir: Path, arguments: Sequence[str], limit_s: float, give_up: Callable[[], bool] = lambda: False
+) -> int:
+    """Run `electra_launcher.preflight` as a separate process and return its exit code; 0 means that the node is fit.
+
+    After `limit_s` seconds the process is killed, a strike (recorded fault of this node) is written, and the result is
+    EXIT_UNHEALTHY. The end of the process is not awaited, because a hung driver may keep it alive. `give_up` is polled
+    twice per second; once it returns True, the process is killed, and the result is EXIT_STOPPED.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "electra_launcher.preflight", *arguments])
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(_POLL_S, limit_s))
+        if give_up():
+            process.kill()
+            return EXIT_STOPPED
+    process.kill()
+    reason = f"the preflight checks were not over within {limit_s:.0f} s; look for a hung GPU driver or mount"
+    strike = Strike(time=time.time(), node=node_name(), device="", reason=reason, by="preflight")
+    add_strike(run_dir, strike)
+    return EXIT_UNHEALTHY
 
 
 @patient

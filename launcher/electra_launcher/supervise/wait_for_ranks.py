@@ -21,11 +21,9 @@ from types import FrameType
 from electra_dist.config import ClusterConfig
 from electra_dist.run.heartbeat import Hung
 from electra_dist.train.stop_request import INTERRUPT_SIGNAL
-from electra_launcher.supervise.hang_report import HangReport, request_nccl_traces
-from electra_launcher.supervise.rank_placement import Placement
-from electra_launcher.supervise.rank_processes import RankProcesses, is_lost
+from electra_launcher.supervise.hangs import HangReport, SilenceWatch, request_nccl_traces
+from electra_launcher.supervise.rank_processes import Placement, RankProcesses, is_lost
 from electra_launcher.supervise.rendezvous import Rendezvous
-from electra_launcher.supervise.silence import SilenceWatch
 from electra_launcher.supervise.start_outcome import describe_code
 
 _POLL_S = 0.1  # between two looks at the processes

@@ -36,7 +36,7 @@ from drills.faults import results
 from drills.faults.campaign import EVERY_STEPS, Campaign
 from drills.faults.forked_run import start_programs_as_forks
 from drills.faults.kinds import plan_legs
-from electra_launcher.chaos.fault_plot import write_fault_plot
+from electra_launcher.chaos.__main__ import write_fault_plot
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from support.fork_server import import_everything
 from support.small_disks import can_mount

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 from electra_launcher.chaos import __main__, drill
-from electra_launcher.chaos.__main__ import differences
+from electra_launcher.chaos.__main__ import differences, fault_figure
 from electra_launcher.chaos.drill import Drill, Hit, Planned, plan
-from electra_launcher.chaos.fault_plot import fault_figure
 from electra_launcher.chaos.faults import FAULTS, FILLER, SmallDisk, Victim, free_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st

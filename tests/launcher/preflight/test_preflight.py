@@ -13,7 +13,6 @@ from typing import IO, Any
 
 import pytest
 from electra_launcher.preflight import __main__ as preflight
-from electra_launcher.preflight import node_check
 from electra_launcher.preflight.__main__ import main
 from support import s3_server
 from support.real_runs import REPOSITORY, write_corpus
@@ -167,7 +166,7 @@ def test_a_node_of_several_is_checked_for_the_cache_that_its_ranks_will_have(
 def test_check_node_returns_the_findings_of_the_node(tiny_config: Callable[..., Path]):
     from electra_dist.config.load import load_config
 
-    node_findings = node_check.check_node(load_config(tiny_config()), "n7")
+    node_findings = preflight.check_node(load_config(tiny_config()), "n7")
     assert {finding.node for finding in node_findings} == {"n7"}
     assert {finding.severity for finding in node_findings} == {"ok"}
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from electra_launcher.entry import outlive_the_reader
 from electra_launcher.supervise import __main__ as supervise
-from electra_launcher.supervise import rank_processes, silence, supervisor
+from electra_launcher.supervise import hangs, rank_processes, supervisor
 
 if __name__ == "__main__":
     outlive_the_reader()
-    silence._LEAVE_S = 3.0
+    hangs._LEAVE_S = 3.0
     supervisor._LEDGER_S = 3.0
     rank_processes.RANK_PROGRAM = (str(Path(__file__).with_name("fake_rank.py")),)
     sys.exit(supervise.main())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from electra_launcher.cli.main import app
-from electra_launcher.supervise.rank_placement import Placement
+from electra_launcher.supervise.rank_processes import Placement
 from electra_launcher.supervise.start_outcome import FailedStart, explain, kills_for_memory
 from support.real_runs import REPOSITORY
 from support.small_disks import can_mount

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from electra_launcher.supervise.hang_report import HangReport, nccl_environment, request_nccl_traces
+from electra_launcher.supervise.hangs import HangReport, nccl_environment, request_nccl_traces
 from support.supervised_runs import FAKE, supervised
 
 QUICK = {"train.num_steps": 100_000, "cluster.hang_step_floor_s": 2.0}

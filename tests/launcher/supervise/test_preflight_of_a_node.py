@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from electra_launcher.supervise import supervisor
-from electra_launcher.supervise.rank_placement import Placement
+from electra_launcher.supervise.rank_processes import Placement
 
 from electra_dist.config.load import load_config
 from electra_dist.run.heartbeat import Heartbeat, read_heartbeats

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from electra_launcher.supervise import rank_placement
-from electra_launcher.supervise.rank_placement import Placement
+from electra_launcher.supervise import rank_processes
+from electra_launcher.supervise.rank_processes import Placement
 
 from electra_dist.engine.rank_environment import RankPlace, rank_place
 from electra_dist.errors import UserError
@@ -48,7 +48,7 @@ def test_ranks_see_no_gpus_that_are_not_the_runs(
     gpus: int, visible: str | None, shown: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They sample the power and the health of all GPUs that they see; a variable of the user passes unchanged."""
-    monkeypatch.setattr(rank_placement, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(rank_processes, "num_gpus", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -78,9 +78,9 @@ def test_gpus_are_counted_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert rank_placement.local_devices(tmp_path) == 2
+    assert rank_processes.local_devices(tmp_path) == 2
     for visible, num_ranks in (("0,1,9", 2), ("1", 1), ("-1", 1), ("", 1), ("NoDevFiles", 1), ("0,0", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert rank_placement.local_devices(tmp_path) == num_ranks, visible
+        assert rank_processes.local_devices(tmp_path) == num_ranks, visible
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f6d1c2a,GPU-01")
     assert len(place().ranks) == 2

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from electra_launcher.supervise import rank_processes
 from electra_launcher.supervise.rank_main import _answer_while_runs
-from electra_launcher.supervise.rank_placement import Placement
-from electra_launcher.supervise.rank_processes import RankProcesses, condensed
+from electra_launcher.supervise.rank_processes import Placement, RankProcesses, condensed
 
 from electra_dist.run.this_node import MARK, is_alive, mark_of, marked_pids
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from electra_launcher.supervise import silence
-from electra_launcher.supervise.silence import FirstSeen, FolderWatch, SilenceWatch, probe_folder
+from electra_launcher.supervise import hangs
+from electra_launcher.supervise.hangs import FirstSeen, FolderWatch, SilenceWatch, probe_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_disks import can_mount, freezable_disk
@@ -99,15 +99,15 @@ def test_the_heartbeats_of_other_nodes_are_read_only_while_a_rank_has_been_silen
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[int] | None] = []
-    read_heartbeats = silence.read_heartbeats
+    read_heartbeats = hangs.read_heartbeats
 
     def counted(run_dir: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
         asked.append(None if ranks is None else sorted(ranks))
         return read_heartbeats(run_dir, ranks)
 
-    monkeypatch.setattr(silence, "read_heartbeats", counted)
+    monkeypatch.setattr(hangs, "read_heartbeats", counted)
     clock = FakeClock()
-    monkeypatch.setattr(silence.time, "monotonic", clock)
+    monkeypatch.setattr(hangs.time, "monotonic", clock)
     watch = SilenceWatch(tmp_path, 0, ClusterConfig(hang_setup_s=100.0), print)
     for rank in (0, 1):
         Heartbeat(tmp_path, rank, attempt=1)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from electra_launcher.preflight.node_check import preflight
+from electra_launcher.supervise.supervisor import preflight
 from support.real_runs import REPOSITORY, read_losses
 from support.supervised_runs import FAKE, REAL, supervised
 
