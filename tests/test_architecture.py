@@ -52,7 +52,6 @@ WITHOUT_TORCH = (
     "electra_launcher.preflight.__main__",
     "electra_launcher.cli.run_facts",
     "electra_launcher.cli.status",
-    "electra_launcher.cli.submit",
     "electra_launcher.cli.main",
 )
 _TELL_TORCH = """

@@ -114,7 +114,7 @@ OWN_OUTPUT = (
     "launcher/electra_launcher/cli/corpus/submit.py",
     "launcher/electra_launcher/cli/main.py",
     "launcher/electra_launcher/cli/models.py",
-    "launcher/electra_launcher/cli/submit.py",
+    "launcher/electra_launcher/cli/runs.py",
 )
 SAFE = ("printable", "error_line", "as_json")
 

@@ -34,7 +34,7 @@ from electra_dist.pretrained.hf_folders import (
 )
 from electra_dist.pretrained.hf_settings import hf_config
 from electra_dist.pretrained.weights import RunWeights, load_run_weights
-from electra_dist.store.atomic_files import replacing
+from electra_dist.store.atomic_files import nearest_folder, replacing
 from electra_dist.tokenizer import Vocabulary
 from electra_dist.version import VERSION
 
@@ -124,9 +124,7 @@ def _refuse_model_of_others(folder: Path) -> None:
 
 def _check_writable(output: Path) -> None:
     """Raise UserError if the folder, or its nearest parent that exists, cannot be written; nothing is created."""
-    nearest = output
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = nearest_folder(output)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"{output}: {nearest} is not a writable folder; choose another folder with --output")
 

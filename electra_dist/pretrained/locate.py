@@ -61,5 +61,5 @@ def choose_step(spec: str, checkpoint: str | None) -> Step:
             f"--checkpoint {checkpoint}: not a checkpoint; give best, the number of a step, or the folder of one"
         )
     if not Path(checkpoint).resolve().is_relative_to(Path(spec).resolve()):
-        raise UserError(f"--checkpoint {checkpoint}: not in the run {spec}; pass its own run with --model")
+        raise UserError(f"--checkpoint {checkpoint}: not in the run {spec}; name the run that it belongs to")
     return step_and_attempt[0]

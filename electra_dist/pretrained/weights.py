@@ -32,12 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from electra_dist.checkpoint.chosen_weights import (
-    CheckpointProgress,
-    Choice,
-    read_chosen,
-    report_nothing,
-)
+from electra_dist.checkpoint.chosen_weights import CheckpointProgress, Choice, read_chosen, report_nothing
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.stored_copies import open_targets, owner_of
 from electra_dist.collectives import from_rank_0, gather
@@ -340,7 +335,9 @@ def _assign_values(towers: ElectraTowers, large: State, small: State) -> tuple[d
         values |= _assign_separate_embeddings(towers.is_difference, large_embeddings, small_embeddings)
     else:  # one set for both towers
         values |= large_embeddings or small_embeddings
-        if large_embeddings and _differ(large_embeddings, small_embeddings):
+        if large_embeddings and any(
+            not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items()
+        ):
             notes.append("embeddings: those of the two folders differ; the discriminator's are used for both towers")
     return values, notes
 
@@ -359,10 +356,6 @@ def _assign_separate_embeddings(is_difference: bool, large: State, small: State)
         else:
             values[f"discriminator_{name}"] = value - values[name]
     return values
-
-
-def _differ(large_embeddings: State, small_embeddings: State) -> bool:
-    return any(not torch.equal(value, large_embeddings[name]) for name, value in small_embeddings.items())
 
 
 @patient

@@ -264,3 +264,8 @@ def without_tilde(path: str | Path) -> Path:
         raise UserError(
             f"{path}: there is no such user, or this user has no home folder; write the whole path, or set HOME"
         ) from None
+
+
+def absolute_location(location: str) -> str:
+    """Return a local path as an absolute path, with "~" expanded; return a URL or an empty string unchanged."""
+    return str(without_tilde(location).absolute()) if location and "://" not in location else location

@@ -16,14 +16,7 @@ from pathlib import Path
 from electra_dist.config.rules import check_new_run
 from electra_dist.config.secrets import whole_overrides, without_secret_arguments
 from electra_dist.engine.rank_environment import rank_place
-from electra_dist.errors import (
-    EXIT_DONE,
-    EXIT_USER_ERROR,
-    NodeError,
-    StorageLost,
-    UserError,
-    error_line,
-)
+from electra_dist.errors import EXIT_DONE, EXIT_USER_ERROR, NodeError, StorageLost, UserError, error_line
 from electra_dist.escapes import printable
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.run.folder import is_run_folder

@@ -93,24 +93,20 @@ def _json_tree(found: Found) -> dict[str, Any]:
 
 def _table_row(found: Found) -> list[str | Text]:
     """Return a checkpoint's row in the table of `list`; cells with values from a missing manifest are empty."""
-    step = f"{found.checkpoint.step:,}"
-    attempt = str(found.checkpoint.attempt)
     manifest = found.manifest
+    cells = [""] * 5
+    if manifest is not None:
+        cells = [
+            manifest.saved_at.removesuffix("+00:00").replace("T", " "),
+            str(manifest.state.world_size),
+            str(manifest.state.zero_stage),
+            f"{manifest.size_bytes / 1e6:,.1f} MB",
+            f"{manifest.state.rows_seen:,}",
+        ]
     status: str | Text = found.status
     if found.note or manifest is None:
         status = styled((found.status, "red"), f" {found.note}" if found.note else "")
-    if manifest is None:
-        return [step, attempt, "", "", "", "", "", status]
-    return [
-        step,
-        attempt,
-        manifest.saved_at.removesuffix("+00:00").replace("T", " "),
-        str(manifest.state.world_size),
-        str(manifest.state.zero_stage),
-        f"{manifest.size_bytes / 1e6:,.1f} MB",
-        f"{manifest.state.rows_seen:,}",
-        status,
-    ]
+    return [f"{found.checkpoint.step:,}", str(found.checkpoint.attempt), *cells, status]
 
 
 @app.command()

@@ -10,9 +10,8 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -30,20 +29,6 @@ _AVERAGE = re.compile(r"last:(\d+)")
 _REVISIONS_DIR = "revisions"  # of RUN/export
 
 
-class Layout(StrEnum):
-    """What an export writes: one checkpoint, or a folder for each of several checkpoints."""
-
-    single = "single"
-    revisions = "revisions"
-
-
-class NameBy(StrEnum):
-    """Choice of the names of revisions: by training step, or by the number of tokens read until then."""
-
-    steps = "steps"
-    tokens = "tokens"
-
-
 def export(
     run: RunFolder,
     output: Annotated[
@@ -54,8 +39,8 @@ def export(
         str | None,
         typer.Option(
             metavar="STEP|best|newest|all|STEP,STEP,...",
-            help="checkpoint to export: number of its step, the best on held-out rows, or the newest (the default); "
-            "with --layout revisions: all (the default), or the steps",
+            help="checkpoint to export: number of its step, its folder, the best on held-out rows, or the newest (the "
+            "default); with --layout revisions: all (the default), or the steps",
         ),
     ] = None,
     average: Annotated[
@@ -69,10 +54,12 @@ def export(
         str, typer.Option("--license", help="licence of the weights for the model card, such as apache-2.0")
     ] = "unknown",
     layout: Annotated[
-        Layout, typer.Option(help="single: one checkpoint; revisions: a folder OUTPUT/NAME for each checkpoint")
-    ] = Layout.single,
+        Literal["single", "revisions"],
+        typer.Option(help="single: one checkpoint; revisions: a folder OUTPUT/NAME for each checkpoint"),
+    ] = "single",
     name_by: Annotated[
-        NameBy | None, typer.Option(help="names of revisions: steps (step1000, the default) or tokens (chck_10M)")
+        Literal["steps", "tokens"] | None,
+        typer.Option(help="names of revisions: steps (step1000, the default) or tokens (chck_10M)"),
     ] = None,
 ) -> None:
     """Write a checkpoint of a run as Hugging Face models: OUTPUT/discriminator and OUTPUT/generator.
@@ -85,20 +72,22 @@ def export(
     them as revisions of one model. Nothing is uploaded.
     """
     from electra_dist.hub import check_license
+    from electra_dist.pretrained.locate import choose_step
     from electra_dist.run.folder import open_run
 
     check_license(license_id)
-    choice = _parse_checkpoint(checkpoint) if layout is Layout.single else None
     open_run(run)
-    if layout is Layout.revisions:
+    if layout == "revisions":
         if average is not None:
             raise UserError("--average: goes with one checkpoint; leave out --average, or --layout revisions")
-        _export_revisions(run, output, checkpoint, name_by or NameBy.steps, license_id)
+        _export_revisions(run, output, checkpoint, name_by or "steps", license_id)
         return
     if name_by is not None:
         raise UserError(f"--name-by {name_by}: names revisions; add --layout revisions")
-    assert choice is not None
-    _export_one(run, output, choice, _parse_average(average), license_id)
+    if checkpoint == "all":
+        raise UserError("--checkpoint all: several checkpoints are exported as revisions; add --layout revisions")
+    step = choose_step(str(run), checkpoint)
+    _export_one(run, output, "newest" if step is None else step, _parse_average(average), license_id)
 
 
 def _export_one(run: Path, output: Path | None, choice: Choice, num_averaged: int, license_id: str) -> None:
@@ -138,7 +127,7 @@ def _export_one(run: Path, output: Path | None, choice: Choice, num_averaged: in
 
 
 def _export_revisions(
-    run: Path, output: Path | None, checkpoint: str | None, name_by: NameBy, license_id: str
+    run: Path, output: Path | None, checkpoint: str | None, name_by: Literal["steps", "tokens"], license_id: str
 ) -> None:
     """Export each chosen checkpoint to OUTPUT/NAME and print how to upload them."""
     from electra_dist.run.folder import EXPORT_DIR
@@ -193,7 +182,7 @@ def _exports(run: Path, folder: Path, names: dict[int, str], license_id: str, *,
         raise failures[-1]
 
 
-def _revision_names(run: Path, checkpoint: str | None, name_by: NameBy) -> dict[int, str]:
+def _revision_names(run: Path, checkpoint: str | None, name_by: Literal["steps", "tokens"]) -> dict[int, str]:
     """Return step -> name of the checkpoints that `--checkpoint` chooses, ascending; only manifests are read."""
     rows_of_step = _rows_of_steps(run)
     if not rows_of_step:
@@ -203,7 +192,7 @@ def _revision_names(run: Path, checkpoint: str | None, name_by: NameBy) -> dict[
         if step not in rows_of_step:
             known = ", ".join(map(str, sorted(rows_of_step)))
             raise UserError(f"--checkpoint {checkpoint}: {run} has no checkpoint of step {step}; choose among {known}")
-    if name_by is NameBy.steps:
+    if name_by == "steps":
         return {step: f"step{step}" for step in steps}
     return _names_by_tokens(run, {step: rows_of_step[step] for step in steps})
 
@@ -262,20 +251,6 @@ def _parse_steps(text: str) -> list[int]:
     if not all(word.isascii() and word.isdigit() and str(int(word)) == word for word in words):
         raise UserError(f"--checkpoint {text}: not a list of checkpoints; give all, or steps such as 1000,2000")
     return sorted(set(map(int, words)))
-
-
-def _parse_checkpoint(text: str | None) -> Choice:
-    """Return the step, "best" or "newest" that `--checkpoint` names; without the option, "newest"."""
-    if text in (None, "newest"):
-        return "newest"
-    if text == "best":
-        return "best"
-    if text == "all":
-        raise UserError("--checkpoint all: several checkpoints are exported as revisions; add --layout revisions")
-    digits = text.replace(",", "")
-    if not digits.isascii() or not digits.isdigit():
-        raise UserError(f"--checkpoint {text}: not a checkpoint; give the number of a step, best or newest")
-    return int(digits)
 
 
 def _parse_average(text: str | None) -> int:

@@ -36,7 +36,7 @@ GROUPS: Groups = {
         "why": ("electra_launcher.cli.runs", "why"),
     },
     "Before a run": {
-        "init": ("electra_launcher.cli.init", "init"),
+        "init": ("electra_launcher.cli.plans", "init"),
         "corpus": (__name__, "corpus_app"),
         "config": ("electra_launcher.cli.plans", "config"),
         "plan": ("electra_launcher.cli.plans", "plan"),
@@ -55,7 +55,7 @@ GROUPS: Groups = {
         "compare": ("electra_launcher.cli.models", "compare"),
     },
     "Cluster": {
-        "submit": ("electra_launcher.cli.submit", "submit"),
+        "submit": ("electra_launcher.cli.runs", "submit"),
     },
 }
 CORPUS_GROUPS: Groups = {

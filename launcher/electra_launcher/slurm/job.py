@@ -31,24 +31,11 @@ from pathlib import Path
 from typing import Literal
 
 from electra_dist.config import Config
-from electra_dist.errors import (
-    EXIT_CRASH,
-    EXIT_DONE,
-    EXIT_STOPPED,
-    EXIT_UNHEALTHY,
-    EXIT_USER_ERROR,
-    UserError,
-)
+from electra_dist.errors import EXIT_CRASH, EXIT_DONE, EXIT_STOPPED, EXIT_UNHEALTHY, EXIT_USER_ERROR, UserError
 from electra_dist.escapes import printable
 from electra_dist.run.failures import Failure, excluded_nodes, newest_failure, read_failures, read_strikes
 from electra_dist.run.folder import CONFIG_FILE, JOBS_FILE, SLURM_DIR, is_run_folder
-from electra_dist.run.history import (
-    events_at_newest_checkpoint,
-    links,
-    newest_checkpoint,
-    since_submission,
-    starts,
-)
+from electra_dist.run.history import events_at_newest_checkpoint, links, newest_checkpoint, since_submission, starts
 from electra_dist.run.ledger import JobRecord, LedgerEvent, append_job, read_jobs, read_ledger
 from electra_dist.store.atomic_files import read_regular
 from electra_dist.store.patience import Patience, patient

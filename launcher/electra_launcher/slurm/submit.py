@@ -38,7 +38,7 @@ from electra_dist.run.failures import excluded_nodes, read_strikes
 from electra_dist.run.folder import SLURM_DIR, check_numerics, is_run_folder
 from electra_dist.run.ledger import LedgerEvent, append_job, read_ledger
 from electra_dist.store.atomic_files import PRIVATE, PRIVATE_PROGRAM, replacing
-from electra_dist.store.open_store import without_tilde
+from electra_dist.store.open_store import absolute_location, without_tilde
 from electra_launcher.slurm.batch_script import JobOptions, Submission, batch_script
 from electra_launcher.slurm.slurm import run_sbatch
 
@@ -138,25 +138,22 @@ def with_absolute_paths(config: Config) -> Config:
     no such folder. With a relative path, the job would begin a new run there. URLs are not changed. Neither are
     `train.init_from` and `train.init_generator_from`: with other values of these, the run would count as another run.
     """
-    phases = tuple(phase.model_copy(update={"corpus": _absolute(phase.corpus)}) for phase in config.data.phases)
+    phases = tuple(
+        phase.model_copy(update={"corpus": absolute_location(phase.corpus)}) for phase in config.data.phases
+    )
     data = config.data.model_copy(
         update={
-            "corpus": _absolute(config.data.corpus),
-            "heldout": _absolute(config.data.heldout),
-            "cache_dir": _absolute(config.data.cache_dir),
+            "corpus": absolute_location(config.data.corpus),
+            "heldout": config.data.heldout and absolute_location(config.data.heldout),
+            "cache_dir": config.data.cache_dir and absolute_location(config.data.cache_dir),
             "phases": phases,
         }
     )
-    targets = tuple(str(_absolute(target)) for target in config.checkpoint.targets)
+    targets = tuple(absolute_location(target) for target in config.checkpoint.targets)
     checkpoint = config.checkpoint.model_copy(update={"targets": targets})
-    return config.model_copy(update={"run_dir": _absolute(config.run_dir), "data": data, "checkpoint": checkpoint})
-
-
-def _absolute(path: str | None) -> str | None:
-    """Return a local path as an absolute path with "~" expanded; return a URL, None or an empty string unchanged."""
-    if not path or "://" in path:
-        return path
-    return str(without_tilde(path).absolute())
+    return config.model_copy(
+        update={"run_dir": absolute_location(config.run_dir), "data": data, "checkpoint": checkpoint}
+    )
 
 
 def _readable_file(name: str) -> str:
@@ -270,7 +267,7 @@ def sweep(run_dir: str, each: Sequence[str]) -> list[tuple[str, ...]]:
         folder = run_dir
         for key, value in combination:
             last_word = key.rpartition(".")[2]
-            folder += f"-{last_word}-{_as_folder_name(value)}"
+            folder += f"-{last_word}-{re.sub(r'[^A-Za-z0-9._-]+', '-', value)}"
         overrides = [f"{key}={value}" for key, value in combination]
         runs.append((*overrides, f"run_dir={folder}"))
     folders = [run[-1] for run in runs]
@@ -308,10 +305,6 @@ def _parse_option(option: str) -> list[tuple[str, str]]:
             f"--each seed=1,2,3"
         )
     return [(key, word) for word in words]
-
-
-def _as_folder_name(value: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", value)
 
 
 # The archive of the Python packages, which job.sh unpacks on each node's own disk before the ranks start. A thousand

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from electra_launcher.cli.init import Size
 from electra_launcher.cli.main import app
+from electra_launcher.cli.plans import Size
 from typer.testing import CliRunner
 
 from electra_dist.config.load import load_config

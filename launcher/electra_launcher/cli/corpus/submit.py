@@ -55,18 +55,17 @@ def submit(
     """
     from electra_dist.config.load import load_config
     from electra_dist.corpus.inputs.find_inputs import refuse_output_among_inputs
-    from electra_dist.store.open_store import REMOTE_SCHEMES, open_store, without_tilde
+    from electra_dist.store.open_store import REMOTE_SCHEMES, absolute_location, open_store
     from electra_dist.tokenizer import VOCAB_FILE
 
     settings = load_config(config, overrides or ())
-    is_remote = output.startswith(REMOTE_SCHEMES)
-    if is_remote and jobs_folder is None:
+    if output.startswith(REMOTE_SCHEMES) and jobs_folder is None:
         raise UserError("--jobs: give a shared folder for scripts and logs, because the output is on S3")
-    where = output if is_remote else str(without_tilde(output).absolute())
+    where = absolute_location(output)
     refuse_output_among_inputs(where, inputs)
     texts: list[str] = []
-    for path in inputs:
-        texts += ["--input", _absolute(path)]
+    for path in inputs:  # a job may start in another folder
+        texts += ["--input", absolute_location(path)]
     build = [*texts, "--config", str(config.absolute())]
     for override in overrides or ():
         build += ["--set", override]
@@ -108,13 +107,6 @@ def _vocabulary_options(settings: Config, text_field: str) -> list[str]:
     options += ["--tokenizer", "bpe"] if settings.corpus.tokenizer == "bpe" else []
     options += ["--endpoint-url", settings.data.endpoint_url] if settings.data.endpoint_url else []
     return options
-
-
-def _absolute(path: str) -> str:
-    """Return a path as an absolute path, because a job may start in another folder; return a URL unchanged."""
-    from electra_dist.store.open_store import without_tilde
-
-    return path if "://" in path else str(without_tilde(path).absolute())
 
 
 @dataclass(frozen=True, kw_only=True)
