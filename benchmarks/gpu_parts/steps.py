@@ -33,9 +33,8 @@ from electra_dist.corpus.builder.chunk_processor import make_rows
 from electra_dist.gpu_models import peak_flops
 from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import choose_attention
-from electra_dist.model.compile_layers import compile_layers
 from electra_dist.model.counts import token_flops
-from electra_dist.model.encoder import Encoder
+from electra_dist.model.encoder import Encoder, compile_layers
 from electra_dist.model.towers import ElectraTowers, build_towers
 from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.rtd import ReplacedTokenDetection

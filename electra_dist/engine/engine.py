@@ -36,8 +36,8 @@ from electra_kernels.backend_choice import resolve
 
 from electra_dist.collectives import agree
 from electra_dist.config import Config, EngineConfig, OptimizerConfig, TrainConfig
+from electra_dist.engine.foreach_optimizers import check_muon
 from electra_dist.engine.gradient_sums import GradientSums
-from electra_dist.engine.muon import check_update
 from electra_dist.engine.optimizer import build_optimizer, choose_implementation, misaligned_parameters
 from electra_dist.engine.process_group import local_device
 from electra_dist.engine.zero import Bf16Stage1, LossScale, ZeroLayout, layout_of, without_memory_reports
@@ -246,7 +246,7 @@ class Engine:
             )
         self._layout = layout_of(self.optimizer)
         if optimizer_config.name == "muon":
-            check_update(self.optimizer)
+            check_muon(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         self._overlaps = engine.overlap_communication and dist.get_world_size() > 1
         if isinstance(self._layout, Bf16Stage1):

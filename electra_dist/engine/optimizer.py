@@ -2,13 +2,13 @@
 
 AdamW has no bias correction, a decoupled decay times lr, and no decay on LayerNorm and bias. Three implementations
 have this one update rule: FusedAdam of NVIDIA's apex, FusedAdam of DeepSpeed (compiled at its first use on a GPU, with
-nvcc and the CUDA headers), and `ForeachAdamW` of `adamw.py`, which states the rule and needs no compiler. A GPU takes
-the first that runs. CPUs run the last one, and so does `engine.offload_optimizer`, because DeepSpeed then passes
-tensors in host memory.
+nvcc and the CUDA headers), and `ForeachAdamW` of `foreach_optimizers.py`, which states the rule and needs no compiler.
+A GPU takes the first that runs. CPUs run the last one, and so does `engine.offload_optimizer`, because DeepSpeed then
+passes tensors in host memory.
 
-LAMB is `ForeachLamb` of `adamw.py` or FusedLAMB of apex, Muon is `ForeachMuon` of `muon.py`. Both run at ZeRO stage 0
-only: at the other stages an optimizer gets flat pieces of many parameters, and apex would silently take the norm of a
-piece for that of a parameter.
+LAMB is `ForeachLamb` or FusedLAMB of apex, Muon is `ForeachMuon`. Both run at ZeRO stage 0 only: at the other stages
+an optimizer gets flat pieces of many parameters, and apex would silently take the norm of a piece for that of a
+parameter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import nn
 
 from electra_dist.collectives import Candidate, Choice, first_that_works
 from electra_dist.config import OptimizerConfig
-from electra_dist.engine.adamw import ForeachAdamW, ForeachLamb
-from electra_dist.engine.muon import ForeachMuon
+from electra_dist.engine.foreach_optimizers import ForeachAdamW, ForeachLamb, ForeachMuon
 from electra_dist.errors import UserError
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.base import Objective

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from electra_dist.checkpoint.manifest import KINDS, Fragment, Kind
-from electra_dist.engine.adamw import MOMENTS, ForeachAdamW, moments_of
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.foreach_optimizers import MOMENTS, ForeachAdamW, moments_of
 from electra_dist.engine.zero import layout_of
 from electra_dist.version import DEEPSPEED
 

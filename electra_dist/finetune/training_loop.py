@@ -24,7 +24,7 @@ rarely synchronized.
 Limits: on a GPU the order of some sums is not fixed, so the last bits may differ between two runs.
 
 Source: google-research/electra, model/optimization.py (`_get_layer_lrs`), issues 51 and 64. AdamW without bias
-correction is the optimizer of pretraining (`engine/adamw.py`).
+correction is the optimizer of pretraining (`engine/foreach_optimizers.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch
 from electra_kernels.keyed_random import Purpose, derive_seed
 from torch import nn
 
-from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.foreach_optimizers import ForeachAdamW
 from electra_dist.errors import UserError
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.models import TaskModel

@@ -39,7 +39,7 @@ from electra_dist.errors import EXIT_STOPPED, EXIT_USER_ERROR, ManifestMismatch,
 from electra_dist.escapes import printable
 from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import attention_note, choose_attention
-from electra_dist.model.encoder import Encoder
+from electra_dist.model.encoder import Encoder, compile_layers
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.build_objective import build_objective, needs_token_counts
 from electra_dist.pretrained.weights import load_frozen_generator, load_recorded_source
@@ -286,7 +286,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         count_V=token_counts,
     )
     device_type = local_device().type
-    if device_type == "cuda":  # The choice of attention may compile FlexAttention.
+    if device_type == "cuda" or config.engine.compile:  # The choice of attention may compile FlexAttention.
         keep_compiled_code(node_cache_folder(config).path / "compiled")
     attention = agree(choose_attention(config, device_type), fallback="sdpa")
     objective.attention = BACKENDS[attention.name]
@@ -296,10 +296,7 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
         if isinstance(module, Encoder):
             module.recompute = config.engine.activation_checkpointing
     if config.engine.compile:
-        # The import takes seconds, which runs without compilation need not spend.
-        from electra_dist.model.compile_layers import compile_layers
-
-        compile_layers(objective, node_cache_folder(config).path / "compiled")
+        compile_layers(objective)
     if config.objective.generator == "frozen":
         load_frozen_generator(objective, config)
     return objective, attention

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from electra_dist.config import OptimizerConfig
-from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.foreach_optimizers import ForeachAdamW
 from electra_dist.engine.optimizer import build_optimizer, has_nvidia_apex
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}

@@ -13,8 +13,8 @@ from torch import nn
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.engine.adamw import ForeachLamb
 from electra_dist.engine.engine import Engine
+from electra_dist.engine.foreach_optimizers import ForeachLamb
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.engine.state_fragments import held_fragments

@@ -10,10 +10,9 @@ from support.real_runs import synthetic_rows, tiny_tree
 from torch import nn
 
 from electra_dist.config import Config, OptimizerConfig
-from electra_dist.engine import muon
-from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine import foreach_optimizers
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.muon import ForeachMuon, check_update
+from electra_dist.engine.foreach_optimizers import ForeachAdamW, ForeachMuon, check_muon
 from electra_dist.engine.optimizer import build_optimizer, parameter_groups
 from electra_dist.engine.state_fragments import held_fragments, publish
 from electra_dist.objectives.base import StepInput
@@ -140,10 +139,10 @@ def test_an_optimizer_whose_update_is_not_orthogonal_is_refused_at_the_start(mon
     assert len(optimizer.state) == 0  # the test matrix left no state
     adamw, _ = build_optimizer(module, OptimizerConfig(), "cpu")
     with pytest.raises(RuntimeError, match="no parameter group is updated by Muon"):
-        check_update(adamw)
-    monkeypatch.setattr(muon, "orthogonalize", lambda matrix: matrix)
+        check_muon(adamw)
+    monkeypatch.setattr(foreach_optimizers, "orthogonalize", lambda matrix: matrix)
     with pytest.raises(RuntimeError, match="the update of a test matrix has singular values from"):
-        check_update(optimizer)
+        check_muon(optimizer)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.foreach_optimizers import ForeachAdamW
 from electra_dist.finetune.finetune_config import FinetuneConfig
 from electra_dist.finetune.labelled_texts import TextSpec
 from electra_dist.finetune.text_task import TextTask

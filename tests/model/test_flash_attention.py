@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
 from electra_dist.model import flash_attention as flash
 from electra_dist.model.attention import FlashMask, LayerMask, SdpaMask, derive
-from electra_dist.model.compile_layers import compile_layers
-from electra_dist.model.encoder import DropoutKeys, SelfAttention
+from electra_dist.model.encoder import DropoutKeys, SelfAttention, compile_layers
 from electra_dist.model.flash_attention import ExampleBounds, example_bounds, flash_attention
 from electra_dist.objectives.base import Objective, StepInput
 from electra_dist.objectives.build_objective import build_objective

@@ -13,7 +13,7 @@ from electra_kernels.operation_types import SpecialIds
 from torch._dynamo.utils import counters
 
 from electra_dist.config import ModelConfig, ObjectiveConfig, TowerConfig
-from electra_dist.model.compile_layers import compile_layers
+from electra_dist.model.encoder import compile_layers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 

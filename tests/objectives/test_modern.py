@@ -16,11 +16,10 @@ from torch._dynamo.utils import counters
 
 from electra_dist.config import Config, ModelConfig, ObjectiveConfig
 from electra_dist.config.load import load_config
-from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.foreach_optimizers import ForeachAdamW
 from electra_dist.engine.optimizer import parameter_groups
 from electra_dist.engine.process_group import init_distributed
-from electra_dist.model.compile_layers import compile_layers
-from electra_dist.model.encoder import Encoder
+from electra_dist.model.encoder import Encoder, compile_layers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 

@@ -11,7 +11,7 @@ import torch
 from support.small_models import frozen_weights
 
 from electra_dist.config import ModelConfig, ObjectiveConfig
-from electra_dist.engine.adamw import ForeachAdamW
+from electra_dist.engine.foreach_optimizers import ForeachAdamW
 from electra_dist.engine.process_group import init_distributed
 from electra_dist.model.encoder import Encoder
 from electra_dist.objectives.base import StepInput, Sums

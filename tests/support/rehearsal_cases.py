@@ -30,7 +30,7 @@ from support.rehearsal import META, Figures, build, rehearse, scheduled_values, 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
 from electra_dist.engine import micro_batch
-from electra_dist.model.compile_layers import compile_layers
+from electra_dist.model.encoder import compile_layers
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.masking import num_slots, wanted_counts
 
