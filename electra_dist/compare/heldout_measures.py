@@ -3,7 +3,7 @@
 The two measures differ in where the replacements come from.
 
 The context AUC says how well an encoder finds tokens that do not fit their context. Some tokens of held-out rows are
-replaced by tokens of other places (`objectives/context_replacements.py`). A score that depends on the token alone,
+replaced by tokens of other places (`train/detection_measures.py`). A score that depends on the token alone,
 such as its frequency, gives an AUC of 0.5, so a higher AUC shows that the encoder uses the context. All runs of a
 comparison read the same rows with the same replacements. A discriminator reads each row once. A masked language model
 reads a copy of the row for each of the 10,000 compared tokens, in which this token is masked.
@@ -35,12 +35,18 @@ from electra_dist.errors import UserError
 from electra_dist.finetune.stored_scores import ItemResults, Measured, digest_of
 from electra_dist.finetune.task_metrics import resampled
 from electra_dist.finetune.training_loop import Progress, predict, quiet
-from electra_dist.objectives.context_replacements import NOT_COMPARED, REPLACED, replace_by_other_tokens, rows_needed
 from electra_dist.pretrained.encoder import Pretrained, device_of_choice
 from electra_dist.run.context_auc import NUM_REPLACED
 from electra_dist.scoring.token_scores import score_places, token_log_prob_function
 from electra_dist.scoring.trigram_model import TrigramModel
-from electra_dist.train.roc_auc import auc_with_standard_error, roc_auc
+from electra_dist.train.detection_measures import (
+    NOT_COMPARED,
+    REPLACED,
+    auc_with_standard_error,
+    replace_by_other_tokens,
+    roc_auc,
+    rows_needed,
+)
 
 _REPLACED_SHARE = 0.15  # of the tokens of a row: the share that the paper masks
 _SEED = 0  # of the replacements, equal for all runs

@@ -78,6 +78,14 @@ class Sums(NamedTuple):
     token_correct: float  # the part of token_weight where the most probable token of the softmax is the original
     entropy_sum: float  # entropies of the generator's distributions, weighted as mlm_loss_sum; 0 in training
 
+    def mean_losses(self) -> dict[str, Any]:
+        """Return the mean of each loss over its tokens, named as in a metrics record; 0 where there are no tokens."""
+        return {
+            "mlm_loss": self.mlm_loss_sum / max(self.mlm_weight, 1.0),
+            "rtd_loss": self.rtd_loss_sum / max(self.rtd_weight, 1.0),
+            "token_loss": self.token_loss_sum / max(self.token_weight, 1.0),
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledValues:
@@ -94,13 +102,7 @@ class ScheduledValues:
     @classmethod
     def at(cls, objective: ObjectiveConfig, progress: float) -> ScheduledValues:
         """Return the values at the point of a run where the share `progress`, in [0, 1], of all steps is done."""
-        return cls(
-            temperature=value_at(objective.temperature, progress),
-            mask_prob=value_at(objective.mask_prob, progress),
-            mlm_weight=value_at(objective.mlm_weight, progress),
-            rtd_weight=value_at(objective.rtd_weight, progress),
-            random_share=value_at(objective.random_share, progress),
-        )
+        return cls(**{each.name: value_at(getattr(objective, each.name), progress) for each in fields(cls)})
 
 
 class Schedules:
@@ -108,7 +110,7 @@ class Schedules:
 
     def __init__(self, objective: ObjectiveConfig, num_steps: int) -> None:
         """Take the schedules of `objective`, which depend on step / `num_steps`, the steps of the whole run."""
-        self._first = first_values(objective)
+        self._objective = objective
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
         # Whether a loss weight follows a schedule; total losses of different steps are then not comparable.
@@ -116,9 +118,7 @@ class Schedules:
 
     def values(self, step: int) -> ScheduledValues:
         """Return the values of the settings at a step; steps count from 0."""
-        progress = step / self._num_steps
-        present = {key: value_at(schedule, progress) for key, schedule in self._schedule_of_key.items()}
-        return replace(self._first, **present)
+        return ScheduledValues.at(self._objective, step / self._num_steps)
 
     def jumps_at(self, step: int) -> bool:
         """Return whether a schedule of shape "step" jumps at this step; earlier losses are then not comparable."""

@@ -51,11 +51,17 @@ def build_objective(
         return MaskedLanguageModel(towers, objective, special, backend)
     objective_class = TwoStageDetection if objective.generator_only_steps else _CORRUPTING[objective.name]
     fixed_generator = None  # unless tokens are drawn with fixed probabilities, and not by a network
-    if objective.generator in ("uniform", "unigram"):
-        fixed_generator = _fixed_generator(model, objective, special, count_V)
+    if objective.generator == "uniform":
+        fixed_generator = FixedGenerator(np.ones(model.vocab_size), objective.disallow_correct)
+    elif objective.generator == "unigram":
+        assert not isinstance(objective.temperature, Schedule)  # the config refuses it for a fixed generator
+        weight_V = unigram_weights(count_V, special, objective.temperature)
+        fixed_generator = FixedGenerator(weight_V, objective.disallow_correct)
     random_replacements = None
     if objective.draws_at_random:
-        random_replacements = _random_replacements(model, objective, special, count_V)
+        draws_unigrams = objective.random_from == "unigram"
+        weight_V = unigram_weights(count_V, special) if draws_unigrams else ordinary_weights(model.vocab_size, special)
+        random_replacements = RandomReplacements(weight_V, objective.disallow_correct)
     frozen_generator = FrozenGenerator(model) if objective.generator == "frozen" else None
     return objective_class(towers, objective, special, backend, fixed_generator, random_replacements, frozen_generator)
 
@@ -64,29 +70,3 @@ def needs_token_counts(objective: ObjectiveConfig) -> bool:
     """Return whether replacements are drawn by token frequency, so that `build_objective` needs token counts."""
     draws_unigrams = objective.draws_at_random and objective.random_from == "unigram"
     return objective.generator == "unigram" or draws_unigrams
-
-
-def _random_replacements(
-    model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
-) -> RandomReplacements:
-    if objective.random_from == "uniform":
-        return RandomReplacements(ordinary_weights(model.vocab_size, special), objective.disallow_correct)
-    assert count_V is not None, "objective.random_from is unigram, which needs token counts; pass count_V"
-    weight_V = unigram_weights(count_V, _never_drawn(special), temperature=1.0)
-    return RandomReplacements(weight_V, objective.disallow_correct)
-
-
-def _never_drawn(special: SpecialIds) -> tuple[int, ...]:
-    """Return the ids of [PAD], [CLS], [SEP] and [MASK], which are never drawn when tokens are drawn by frequency."""
-    return (special.pad, special.cls, special.sep, special.mask)
-
-
-def _fixed_generator(
-    model: ModelConfig, objective: ObjectiveConfig, special: SpecialIds, count_V: np.ndarray | None
-) -> FixedGenerator:
-    if objective.generator == "uniform":
-        return FixedGenerator(np.ones(model.vocab_size), objective.disallow_correct)
-    assert count_V is not None, "objective.generator is unigram, which needs token counts; pass count_V"
-    assert not isinstance(objective.temperature, Schedule)  # the config refuses it for a fixed generator
-    weight_V = unigram_weights(count_V, _never_drawn(special), objective.temperature)
-    return FixedGenerator(weight_V, objective.disallow_correct)

@@ -143,11 +143,12 @@ def ordinary_weights(vocab_size: int, special: SpecialIds) -> np.ndarray:
     return weight_V
 
 
-def unigram_weights(count_V: np.ndarray, special: tuple[int, ...], temperature: float) -> np.ndarray:
-    """Return sampling weights of tokens, count ** (1 / temperature), float64 [V]; ids in `special` get weight 0."""
+def unigram_weights(count_V: np.ndarray | None, special: SpecialIds, temperature: float = 1.0) -> np.ndarray:
+    """Return sampling weights, count ** (1 / temperature), float64 [V]; 0 for [PAD], [CLS], [SEP] and [MASK]."""
+    assert count_V is not None, "tokens are drawn by their frequency, which needs token counts; pass count_V"
     weight_V = count_V.astype(np.float64) ** (1.0 / temperature)
     weight_V[count_V == 0] = 0.0
-    weight_V[list(special)] = 0.0
+    weight_V[[special.pad, special.cls, special.sep, special.mask]] = 0.0
     return weight_V
 
 

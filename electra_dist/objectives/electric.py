@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from electra_kernels.discriminator_tail import rtd_loss_of_logits
 from electra_kernels.slots import is_candidate, replace_and_label
 from typing_extensions import override
 
 from electra_dist.model.attention import SdpaMask
 from electra_dist.model.heads import token_log_probs
-from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums
+from electra_dist.objectives.base import GENERATOR, REVERSE, Batch, StepOutput, mlm_sums, rtd_sums
 from electra_dist.objectives.corruption import CorruptingObjective
 
 
@@ -59,27 +60,10 @@ class Electric(CorruptingObjective):
 
         energy_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS))
         logit_BS = energy_BS + self._offset(cloze_TH, noised_BS, batch.values.mask_prob)
-        detection_sums = self._detection_sums(logit_BS, label_BS, batch.layout.is_real_BS)
+        rtd = rtd_loss_of_logits(logit_BS.flatten(), label_BS.flatten(), batch.layout.is_real_BS.flatten())
         noise_loss = batch.values.mlm_weight * batch.first_scale * cloze.loss_sum
-        loss = noise_loss + batch.values.rtd_weight * batch.second_scale * detection_sums["rtd_loss_sum"]
-        return self.output(batch, loss, cloze_sums | detection_sums, logit_BS, label_BS, noised_BS)
-
-    @staticmethod
-    def _detection_sums(
-        logit_BS: torch.Tensor, label_BS: torch.Tensor, is_real_BS: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        dtype = logit_BS.dtype
-        weight_BS = is_real_BS.to(dtype)
-        losses_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS.to(dtype), reduction="none")
-        detected_BS = logit_BS > 0
-        return {
-            "rtd_loss_sum": (losses_BS * weight_BS).sum(),
-            "rtd_weight": weight_BS.sum(),
-            "replaced": (label_BS * weight_BS).sum(),
-            "replaced_correct": (label_BS * detected_BS * weight_BS).sum(),
-            "original": (~label_BS * weight_BS).sum(),
-            "original_correct": (~label_BS * ~detected_BS * weight_BS).sum(),
-        }
+        loss = noise_loss + batch.values.rtd_weight * batch.second_scale * rtd.loss_sum
+        return self.output(batch, loss, cloze_sums | rtd_sums(rtd), logit_BS, label_BS, noised_BS)
 
     def _cloze_states(self, batch: Batch) -> torch.Tensor:
         """Return two states of each token, one for the text to its left and one for that to its right, [B, S, 2 H]."""

@@ -1,7 +1,7 @@
 """Judge by its context AUC whether a run's discriminator has learnt more than how frequent tokens are.
 
 The context AUC is the ROC-AUC of the discriminator's scores on held-out rows whose replacements come from the unigram
-distribution (`objectives/context_replacements.py`). Token frequency alone gives 0.5. With a generator at temperature
+distribution (`train/detection_measures.py`). Token frequency alone gives 0.5. With a generator at temperature
 1 the discriminator may stay at 0.5: within some hundred steps the generator samples by frequency, and then there is
 nothing more to learn from its samples. A falling temperature avoids this.
 

@@ -7,7 +7,7 @@ the number of ranks changes nothing except the order in which sums are added up.
 
 How: the first evaluation reads the rows and keeps them on the device for the later ones: 8 bytes a token. An objective
 with a discriminator gets two sets of rows. In the first the generator replaces tokens, which gives the losses and
-`auc`. In the second tokens are replaced by tokens from elsewhere in the rows (`objectives/context_replacements.py`),
+`auc`. In the second tokens are replaced by tokens from elsewhere in the rows (`train/detection_measures.py`),
 which gives `context_auc`: how well the discriminator uses context. The second set has as many rows as the first, or
 more if fewer than 5,000 tokens would be replaced.
 
@@ -34,17 +34,19 @@ from electra_dist.config.sections.objective import ObjectiveFacts
 from electra_dist.data.shard_cache import ShardCache, open_cache
 from electra_dist.engine.engine import Engine
 from electra_dist.objectives.base import StepInput, StepOutput, Sums, evaluation_values
-from electra_dist.objectives.context_replacements import (
+from electra_dist.run.context_auc import NUM_REPLACED
+from electra_dist.run.metrics import EvalRecord, TextSample
+from electra_dist.train.detection_measures import (
     NOT_COMPARED,
     REPLACED,
     ContextRows,
+    Separation,
+    auc_with_standard_error,
     replace_by_other_tokens,
     rows_needed,
+    separation,
 )
-from electra_dist.run.context_auc import NUM_REPLACED
-from electra_dist.run.metrics import EvalRecord, TextSample
 from electra_dist.train.open_cache import shard_folder
-from electra_dist.train.roc_auc import Separation, auc_with_standard_error, separation
 from electra_dist.train.start import Start
 
 MAX_TOKENS = 64  # of a row that a text sample shows
@@ -52,15 +54,6 @@ _PAD = -1.0
 _ORIGINAL_TOKEN = 0.0
 _REPLACED_TOKEN = 1.0
 _NO_RANKING = Separation(auc=math.nan, accuracy=math.nan, precision=math.nan, recall=math.nan)
-
-
-@dataclass(frozen=True, eq=False)
-class ScoredRow:
-    """First S tokens of a held-out row: original ids, ids that the discriminator read, and its probabilities."""
-
-    original_S: np.ndarray  # int64 ids of the corpus
-    shown_S: np.ndarray  # int64 ids with the generator's replacements
-    replaced_probability_S: np.ndarray  # the discriminator's probability that the token was replaced, fp32
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +71,15 @@ class _LocalScores:
     sum_K: torch.Tensor  # float64 `Sums` over this rank's rows
     score_BS: torch.Tensor  # fp32 discriminator logits
     label_BS: torch.Tensor  # fp32: `_REPLACED_TOKEN`, `_ORIGINAL_TOKEN`, or `_PAD` where there is no real token
-    rows: list[ScoredRow] = field(default_factory=list)  # some rows, on rank 0 only
+    first: StepOutput  # of the first micro-batch
 
 
 class Evaluation(NamedTuple):
-    """Result of an evaluation: the record for the metrics, and some rows to show to people."""
+    """Result of an evaluation: the record for the metrics, and some rows as text to show to people."""
 
     record: EvalRecord  # equal on all ranks
     fault: str  # which result is not finite, because the model has diverged; empty if none; equal on all ranks
-    rows: list[ScoredRow]  # on rank 0; empty on other ranks, and without detection of replaced tokens
+    samples: list[TextSample]  # on rank 0; empty on other ranks, and without detection of replaced tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +106,8 @@ class Evaluator:
     seed: int  # of the run; masks and samples are drawn from it
     special: SpecialIds  # ids of the special tokens
     context_mask_prob: float | None = None  # share of tokens replaced for the context AUC; None: it is not measured
-    num_shown_rows: int = 0  # rows to return in `Evaluation.rows`; at most a micro-batch
+    num_samples: int = 0  # rows to return as text in `Evaluation.samples`; at most a micro-batch
+    tokens: Sequence[str] = ()  # text of each id, for these samples
     _held_out: _HeldOut | None = field(default=None, init=False)  # made by the first evaluation
 
     def run(self, engine: Engine, step: int) -> Evaluation:
@@ -146,10 +140,7 @@ class Evaluator:
         record = EvalRecord(
             step=step,
             rows=held_out.num_rows,
-            mlm_loss=_mean(sums.mlm_loss_sum, sums.mlm_weight),
-            mlm_accuracy=_mean(sums.mlm_correct, sums.mlm_weight),
-            rtd_loss=_mean(sums.rtd_loss_sum, sums.rtd_weight),
-            token_loss=_mean(sums.token_loss_sum, sums.token_weight),
+            mlm_accuracy=sums.mlm_correct / max(sums.mlm_weight, 1.0),
             auc=ranking.auc,
             accuracy=ranking.accuracy,
             precision=ranking.precision,
@@ -159,10 +150,14 @@ class Evaluator:
             context_replaced=context.num_replaced,
             generator_entropy=_generator_mean(sums.entropy_sum, sums),
             sampled_correct=_generator_mean(sums.sampled_correct, sums),
+            **sums.mean_losses(),
         )
         fault = fault or context.fault or _loss_fault(record)
-        shows_rows = has_detection_loss and not fault
-        return Evaluation(record=record, fault=fault, rows=local.rows if shows_rows else [])
+        samples = []
+        if has_detection_loss and not fault and dist.get_rank() == 0:
+            ids_BS = held_out.inputs[0].ids_BS.cpu().numpy()
+            samples = text_samples(ids_BS, local.first, self.num_samples, self.tokens)
+        return Evaluation(record=record, fault=fault, samples=samples)
 
     def _read_held_out(self, engine: Engine) -> _HeldOut:
         """Read the held-out rows, and replace tokens in a second set of rows for the context AUC."""
@@ -179,22 +174,19 @@ class Evaluator:
 
     def _score(self, engine: Engine, inputs: Sequence[StepInput]) -> _LocalScores:
         """Run the model on this rank's held-out rows; return sums of losses, and each token's score and label."""
-        sums: list[torch.Tensor] = []
-        scores = []
+        outputs = []
         labels = []
-        shown_rows: list[ScoredRow] = []
         with torch.no_grad():
             for step_input in inputs:
                 output = engine.forward(step_input)
-                is_first_batch = not sums
-                if self.num_shown_rows > 0 and is_first_batch and dist.get_rank() == 0:
-                    shown_rows = first_rows(step_input.ids_BS.cpu().numpy(), output, self.num_shown_rows)
-                sums.append(output.sums)
-                scores.append(output.rtd_logit_BS)
+                outputs.append(output)
                 label_BS = torch.where(output.label_BS > 0, _REPLACED_TOKEN, _ORIGINAL_TOKEN)
                 labels.append(torch.where(output.is_real_BS, label_BS, _PAD))
         return _LocalScores(
-            sum_K=torch.stack(sums).sum(0), score_BS=torch.cat(scores), label_BS=torch.cat(labels), rows=shown_rows
+            sum_K=torch.stack([output.sums for output in outputs]).sum(0),
+            score_BS=torch.cat([output.rtd_logit_BS for output in outputs]),
+            label_BS=torch.cat(labels),
+            first=outputs[0],
         )
 
     def _context_auc(self, engine: Engine, context: ContextRows, inputs: Sequence[StepInput]) -> _ContextResult:
@@ -280,7 +272,8 @@ def open_evaluator(start: Start, stack: contextlib.ExitStack) -> Evaluator | Non
         seed=config.seed,
         special=start.engine.module.special,
         context_mask_prob=value_at(objective.mask_prob, 1.0) if not objective.facts.predicts_tokens else None,
-        num_shown_rows=config.log.text_samples,
+        num_samples=config.log.text_samples,
+        tokens=start.inputs.vocabulary.shown_tokens if config.log.text_samples > 0 else [],
     )
 
 
@@ -308,11 +301,6 @@ def _loss_fault(record: EvalRecord) -> str:
     return ""
 
 
-def _mean(total: float, count: float) -> float:
-    """Return the mean `total / count` over tokens; it is 0 if there are no tokens."""
-    return total / max(count, 1.0)
-
-
 def _generator_mean(total: float, sums: Sums) -> float:
     """Return the mean of a sum `total` over the generator's predictions; NaN if there is no generator network."""
     if sums.entropy_sum == 0:
@@ -320,34 +308,30 @@ def _generator_mean(total: float, sums: Sums) -> float:
     return total / sums.mlm_weight
 
 
-def first_rows(original_BS: np.ndarray, output: StepOutput, num_rows: int) -> list[ScoredRow]:
-    """Return the first `num_rows` rows of a micro-batch, each cut to 64 tokens, without padding.
+def text_samples(
+    original_BS: np.ndarray, output: StepOutput, num_rows: int, tokens: Sequence[str]
+) -> list[TextSample]:
+    """Return the first `num_rows` rows of a micro-batch as text, each cut to 64 tokens, without padding.
 
-    Rows that consist of padding only are left out.
+    Rows that consist of padding only are left out. `tokens` has the text of each id; probabilities have 4 decimals.
     """
     assert output.shown_BS is not None, "`Objective.output` gives the ids"
-    scored_rows = []
+    samples = []
     for row in range(min(num_rows, len(original_BS))):
         is_real_S = output.is_real_BS[row, :MAX_TOKENS].cpu().numpy()
         if not is_real_S.any():
             continue
-        scored_rows.append(
-            ScoredRow(
-                original_S=original_BS[row, :MAX_TOKENS][is_real_S],
-                shown_S=output.shown_BS[row, :MAX_TOKENS].cpu().numpy()[is_real_S],
-                replaced_probability_S=output.rtd_logit_BS[row, :MAX_TOKENS].sigmoid().cpu().numpy()[is_real_S],
+        original_S = original_BS[row, :MAX_TOKENS][is_real_S]
+        shown_S = output.shown_BS[row, :MAX_TOKENS].cpu().numpy()[is_real_S]
+        probability_S = output.rtd_logit_BS[row, :MAX_TOKENS].sigmoid().cpu().numpy()[is_real_S]
+        samples.append(
+            TextSample(
+                original=[_token(tokens, token_id) for token_id in original_S],
+                shown=[_token(tokens, token_id) for token_id in shown_S],
+                replaced_probability=[round(float(probability), 4) for probability in probability_S],
             )
         )
-    return scored_rows
-
-
-def text_sample(row: ScoredRow, tokens: Sequence[str]) -> TextSample:
-    """Turn the token ids of a row into text, by `tokens[id]`, and round its probabilities to 4 decimals."""
-    return TextSample(
-        original=[_token(tokens, token_id) for token_id in row.original_S],
-        shown=[_token(tokens, token_id) for token_id in row.shown_S],
-        replaced_probability=[round(float(probability), 4) for probability in row.replaced_probability_S],
-    )
+    return samples
 
 
 def _token(tokens: Sequence[str], token_id: int) -> str:

@@ -48,9 +48,8 @@ from electra_dist.run.folder import CONFIG_FILE
 from electra_dist.run.goodput import start_line
 from electra_dist.run.ledger import Ledger, read_jobs, read_ledger
 from electra_dist.run.log_lines import Console
-from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, iter_evaluations
+from electra_dist.run.metrics import EvalRecord, MetricsWriter, StepRecord, TextSample, iter_evaluations
 from electra_dist.store.patience import waits
-from electra_dist.train.evaluator import ScoredRow, text_sample
 from electra_dist.train.monitor import RankObservation
 from electra_dist.train.start import Start
 from electra_dist.train.step import StepResult
@@ -95,7 +94,6 @@ class Reporter:
         self._corpus_sizes = corpora.sizes()
         sources = corpus_sources(corpora.phases[0].store)
         write_environment(run_dir, dist.get_world_size(), hosts, {**self._corpus_sizes, "sources": sources})
-        self._tokens = start.inputs.vocabulary.shown_tokens if config.log.text_samples > 0 else []
         self._trackers = open_trackers(config.log, run_dir, lambda: flat_settings(config))
         self._step_recorder = StepRecorder(config, start.engine.device, self._corpus_sizes, start_step)
         self._note_setup(corpora)
@@ -198,7 +196,7 @@ class Reporter:
             f"next step has loss scale {scaler.cur_scale:,.0f}"
         )
 
-    def evaluation(self, record: EvalRecord, rows: Sequence[ScoredRow] = ()) -> None:
+    def evaluation(self, record: EvalRecord, samples: list[TextSample]) -> None:
         """Report an evaluation, some of its rows as text, and warnings about its context AUC.
 
         The rates in the next log line are measured from now on, so that they do not include the time of the
@@ -206,8 +204,8 @@ class Reporter:
         """
         self._warn_of_low_context_auc(record)
         self._metrics.write(record)
-        if rows:
-            self._metrics.write_samples(record.step, [text_sample(row, self._tokens) for row in rows])
+        if samples:
+            self._metrics.write_samples(record.step, samples)
         self._console.evaluation(record)
         self._track(record)
         self._note_few_replaced_tokens(record)
@@ -414,9 +412,6 @@ class StepRecorder:
         return StepRecord(
             step=done,
             loss=sums.loss,
-            mlm_loss=sums.mlm_loss_sum / max(sums.mlm_weight, 1.0),
-            rtd_loss=sums.rtd_loss_sum / max(sums.rtd_weight, 1.0),
-            token_loss=sums.token_loss_sum / max(sums.token_weight, 1.0),
             mlm_accuracy=_ratio(sums.mlm_correct, sums.mlm_weight),
             replaced_accuracy=_ratio(sums.replaced_correct, sums.replaced),
             original_accuracy=_ratio(sums.original_correct, sums.original),
@@ -443,6 +438,7 @@ class StepRecorder:
             slow_ranks=look.slow_ranks,
             loss_scale=result.loss_scale,
             overflow=result.overflow,
+            **sums.mean_losses(),
             **scheduled,
         )
 

@@ -19,6 +19,7 @@ and 2 for the two losses (first that of the generator or of the only network, th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -135,10 +136,7 @@ class TrainStep:
             first = index * self._micro_batch
             rows = slice(first, first + self._micro_batch)
             step_input = self._input(batch, ids_BS, rows, scale_N2[index])
-            if index == 0:
-                with self.stopwatch:
-                    output = engine.forward(step_input)
-            else:
+            with self.stopwatch if index == 0 else contextlib.nullcontext():
                 output = engine.forward(step_input)
             engine.backward(output.loss)
             sum_K = output.sums if sum_K is None else sum_K + output.sums
@@ -202,10 +200,8 @@ class TrainStep:
         has_constant_weights = self._schedules is None or not self._schedules.change_weights
         if has_constant_weights or not math.isfinite(sums.loss):
             return sums.loss
-        mlm_loss = sums.mlm_loss_sum / max(sums.mlm_weight, 1.0)
-        rtd_loss = sums.rtd_loss_sum / max(sums.rtd_weight, 1.0)
-        token_loss = sums.token_loss_sum / max(sums.token_weight, 1.0)
-        return mlm_loss + rtd_loss + token_loss
+        losses = sums.mean_losses()
+        return float(losses["mlm_loss"] + losses["rtd_loss"] + losses["token_loss"])
 
     def _input(self, batch: RowBatch, ids_BS: torch.Tensor, rows: slice, scale_2: torch.Tensor) -> StepInput:
         """Return the model's input for some `rows` of a batch, and seed torch's generator of random numbers for them.

@@ -358,7 +358,7 @@ class Trainer:
         # A checkpoint of this step records the scores, by which `checkpoint.keep_best` chooses.
         self.state.eval_scores = evaluation_scores(evaluation.record, self._objective_facts)
         if self.reporter:
-            self.reporter.evaluation(evaluation.record, evaluation.rows)
+            self.reporter.evaluation(evaluation.record, evaluation.samples)
         if evaluation.fault:
             raise UserError(
                 f"run {self.config.run_dir} has diverged: in the evaluation after step {self.state.step:,}, "

@@ -47,6 +47,7 @@ class RowStats(NamedTuple):
 
 
 SITES = 2  # number of places in a layer that drop elements before a residual sum
+SERIES_BELOW = 1 << 27  # random bits below this number mean u < 1/32, where Gumbel noise is computed by a series
 
 
 class LayerDropout(NamedTuple):

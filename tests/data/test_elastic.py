@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from electra_kernels.discriminator_tail import RtdOutput
-from electra_kernels.mlm_head import MlmHeadOutput
+from electra_kernels.mlm_head import MlmHeadOutput, sample_reference
 from electra_kernels.operation_types import SpecialIds
-from electra_kernels.sampling import sample_reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.real_runs import SEQ_LEN, SPECIAL, VOCAB_SIZE, synthetic_rows, write_corpus

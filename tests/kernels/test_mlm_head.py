@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from electra_kernels import products
 from electra_kernels.keyed_random import Purpose, bits_grid
-from electra_kernels.mlm_head import MlmHeadOutput, mlm_head_loss_and_sample, row_pass_reference
+from electra_kernels.mlm_head import MlmHeadOutput, gumbel_from_bits, mlm_head_loss_and_sample, row_pass_reference
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import RowOptions
-from electra_kernels.sampling import gumbel_from_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.torch_versions import needs_products_on_meta

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from electra_kernels.sampling import gumbel_from_bits, sample_reference
+from electra_kernels.mlm_head import gumbel_from_bits, sample_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare

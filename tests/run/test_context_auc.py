@@ -19,7 +19,7 @@ from electra_dist.run.context_auc import (
     was_reported,
 )
 from electra_dist.run.metrics import EvalRecord
-from electra_dist.train.roc_auc import auc_with_standard_error, roc_auc
+from electra_dist.train.detection_measures import auc_with_standard_error, roc_auc
 
 BASE = Path(__file__).parents[2] / "configs" / "compare_cpu_base.yaml"  # without schedules
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, precision_score, recall_score, roc_auc_score
 
-from electra_dist.train.roc_auc import roc_auc, separation
+from electra_dist.train.detection_measures import roc_auc, separation
 
 
 @settings(max_examples=100, deadline=None)

@@ -31,8 +31,15 @@ import torch
 import triton
 import triton.language as tl
 
-from electra_kernels.triton.compensated_arithmetic import fits_fp32, precise_log, precise_ratio, scaled_exp, two_sum
-from electra_kernels.triton.normal_distribution import cdf_and_density, gelu_slope
+from electra_kernels.triton.arithmetic import (
+    cdf_and_density,
+    fits_fp32,
+    gelu_slope,
+    precise_log,
+    precise_ratio,
+    scaled_exp,
+    two_sum,
+)
 from electra_kernels.triton.strip_sums import sum_of_strips
 
 NUM_PROGRAMS = 1024  # about eight for each of an H100's 132 processors

@@ -19,7 +19,7 @@ partial sums are added afterwards, together with those of the layer's other kern
 The key of the random numbers (seed, step, layer) is read from device memory.
 
 Exactness: multiplications and the additions that follow them are fused. 1 / sqrt(variance) is held as a rounded value
-plus a correction (see `compensated_arithmetic.py`). That costs six instructions a token and avoids the error of
+plus a correction (see `arithmetic.py`). That costs six instructions a token and avoids the error of
 `sqrt.approx`.
 
 Cost of the norm beside that of the operation, at 32768 x 1024: 6 or 10 MB of partial sums (P = 792, on an H200). Cost
@@ -42,8 +42,7 @@ import triton.language as tl
 
 from electra_kernels.keyed_random import Purpose, drop_threshold
 from electra_kernels.operation_types import SITES, LayerDropout
-from electra_kernels.triton.compensated_arithmetic import precise_inverse_root
-from electra_kernels.triton.normal_distribution import cdf_and_density, gelu_slope
+from electra_kernels.triton.arithmetic import cdf_and_density, gelu_slope, precise_inverse_root
 from electra_kernels.triton.philox import as_int32, four_way_bits
 
 _H200_PROCESSORS = 132

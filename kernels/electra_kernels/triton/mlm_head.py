@@ -3,7 +3,7 @@
 The row pass computes, from a row of logits, the cross-entropy loss, the most likely token, a sampled token and the
 gradient of the logits.
 
-Guarantee: the kernel computes `mlm_head.row_pass_reference` and `sampling.sample_reference` in fp32, with the same
+Guarantee: the kernel computes `mlm_head.row_pass_reference` and `mlm_head.sample_reference` in fp32, with the same
 bits of noise. The results of a row do not depend on other rows, nor on which rows are computed in one launch.
 
 How: the program reads its row twice. The first time, it goes through blocks of 2048 tokens, adds the bias and updates
@@ -14,7 +14,7 @@ onehot) * weight. One Philox call gives the bits of the four tokens 4q .. 4q + 3
 that loads stay 16 bytes wide. There is no `tl.dot`.
 
 Exactness: the merged sum, its logarithm and weight / sum are each held as a rounded value plus a correction (see
-`compensated_arithmetic.py`). So the loss and each gradient are rounded about once, where the plain formula rounds five
+`arithmetic.py`). So the loss and each gradient are rounded about once, where the plain formula rounds five
 times. The exponential of the second reading is a polynomial that includes the factor weight / sum (16 instructions; an
 approximate one has 7). logit + bias is kept with its rounding error as well, except for bf16 logits, where fp32 almost
 always holds the sum exactly.
@@ -40,9 +40,8 @@ import triton
 import triton.language as tl
 
 from electra_kernels.keyed_random import Purpose, device_keys
-from electra_kernels.operation_types import RowOptions, RowStats
-from electra_kernels.sampling import SERIES_BELOW
-from electra_kernels.triton.compensated_arithmetic import (
+from electra_kernels.operation_types import SERIES_BELOW, RowOptions, RowStats
+from electra_kernels.triton.arithmetic import (
     fits_fp32,
     precise_log,
     precise_ratio,
@@ -80,7 +79,7 @@ def noise_log(x, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def exponential(bits, APPROXIMATE: tl.constexpr):
-    """Turn uint32 random bits into draws from Exp(1) by the formula of `sampling.gumbel_from_bits`."""
+    """Turn uint32 random bits into draws from Exp(1) by the formula of `mlm_head.gumbel_from_bits`."""
     u = (bits.to(tl.float32) + 0.5) * _UNIT
     series = ((((u * (1 / 5) + 1 / 4) * u + 1 / 3) * u + 1 / 2) * u + 1.0) * u
     # The complement of the bits gives 1 - u without a subtraction, which would cancel digits where u is near 1.

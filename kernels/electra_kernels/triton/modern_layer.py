@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from electra_kernels.triton.normal_distribution import cdf_and_density, gelu_slope
+from electra_kernels.triton.arithmetic import cdf_and_density, gelu_slope
 
 _PAIRS_PER_WARP = 256  # 8 for each thread: loads of 16 bytes in bf16
 _MOST_WARPS = 8

@@ -8,12 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from electra_kernels.keyed_random import Purpose, bits_grid
-from electra_kernels.mlm_head import mlm_head_loss_and_sample, row_pass_reference
+from electra_kernels.mlm_head import gumbel_from_bits, mlm_head_loss_and_sample, row_pass_reference, sample_reference
 from electra_kernels.native import cpu_library
 from electra_kernels.operation_types import RowOptions
-from electra_kernels.sampling import gumbel_from_bits, sample_reference
 from electra_kernels.triton import mlm_head
-from electra_kernels.triton.compensated_arithmetic import fits_fp32
+from electra_kernels.triton.arithmetic import fits_fp32
 from electra_kernels.triton.mlm_head import exponential, row_pass
 
 cpu_library.row_pass = None  # the reference is then the definition in torch; no other tests run in this process

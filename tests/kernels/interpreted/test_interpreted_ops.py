@@ -9,7 +9,7 @@ from electra_kernels.operation_types import LayerDropout
 from electra_kernels.slots import gather_masked, replace_and_label
 from electra_kernels.triton import discriminator_tail as tail_kernels
 from electra_kernels.triton import layer_passes as norm_kernels
-from electra_kernels.triton.compensated_arithmetic import fits_fp32
+from electra_kernels.triton.arithmetic import fits_fp32
 from electra_kernels.triton.discriminator_tail import forward_pass
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from electra_kernels.triton.compensated_arithmetic import (
+from electra_kernels.triton.arithmetic import (
     precise_inverse_root,
     precise_log,
     precise_ratio,

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.objectives.context_replacements import (
+from electra_dist.train.detection_measures import (
     NOT_COMPARED,
     ORIGINAL,
     REPLACED,
     ContextRows,
+    auc_with_standard_error,
     replace_by_other_tokens,
     rows_needed,
 )
-from electra_dist.train.roc_auc import auc_with_standard_error
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 VOCAB_SIZE = 300
