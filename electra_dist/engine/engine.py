@@ -195,7 +195,8 @@ class Engine:
     the engine asks once the gradients are reduced and their norm is known. A refused step changes neither weights nor
     moments, at any ZeRO stage.
 
-    `notes` has lines for the run's log, such as which optimizer was chosen. `loss_scale` is None unless in fp16.
+    `notes` has lines for the run's log, such as which optimizer was chosen. `layout` knows where DeepSpeed's optimizer
+    keeps master weights and gradients. `loss_scale` is None unless in fp16.
     """
 
     def __init__(
@@ -244,21 +245,19 @@ class Engine:
                 f"{len(misaligned)} parameters, such as {misaligned[0]}, do not begin at a multiple of 16 bytes, so "
                 f"their kernels are slow or fail; give the parameters of the objective multiples of 8 elements"
             )
-        self._layout = layout_of(self.optimizer)
+        self.layout = layout_of(self.optimizer)
         if optimizer_config.name == "muon":
             check_muon(self.optimizer)
         self.num_micro_batches: int = self.deepspeed.gradient_accumulation_steps()
         self._overlaps = engine.overlap_communication and dist.get_world_size() > 1
-        if isinstance(self._layout, Bf16Stage1):
+        if isinstance(self.layout, Bf16Stage1):
             self._take_over_gradient_sums()
         self.loss_scale: LossScale | None = None
         if train.precision == "fp16":
             self.loss_scale = self._install_loss_scale()
         # Not in fp16, because DeepSpeed reads the norm to detect an overflow of the scaled gradients, and not with
         # offloading, because the norm is computed on the host.
-        self._keeps_norm_on_device = (
-            self.zero_stage in (1, 2) and self.loss_scale is None and not self._layout.offloads
-        )
+        self._keeps_norm_on_device = self.zero_stage in (1, 2) and self.loss_scale is None and not self.layout.offloads
 
     def _choose_implementation(self, config: OptimizerConfig, engine: EngineConfig) -> str:
         """Return which implementation of the optimizer all ranks use, and note why. Collective on GPUs."""
@@ -336,7 +335,7 @@ class Engine:
             gradient_scale = 1.0
             if self.loss_scale is not None and self.zero_stage > 0:
                 gradient_scale = self.loss_scale.cur_scale
-            self._tower_clipping.measure(self._layout, gradient_scale)
+            self._tower_clipping.measure(self.layout, gradient_scale)
         norm_context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._keeps_norm_on_device:
             # On a CPU without overlap, runs that exist keep the bits of norms of one parameter at a time.
@@ -347,7 +346,7 @@ class Engine:
         if self.zero_stage > 0 and self._applied is None:
             norm = self.deepspeed.get_global_grad_norm()  # a tensor or a number
             self._norm = self._numbers.read_with(torch.as_tensor(norm, device=self.device))
-            self._layout.clean_up_skipped_step()
+            self.layout.clean_up_skipped_step()
         grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
         # `_applied` is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
         was_updated = bool(self._applied)

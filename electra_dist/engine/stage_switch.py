@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from electra_dist.checkpoint.manifest import Fragment
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
-from electra_dist.engine.zero import layout_of
+from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes
 
 # Name prefixes: parameters of the generator, and what they are copied to.
 _COPIES = {"towers.generator.": "towers.discriminator.", "towers.embeddings.": "towers.discriminator_embeddings."}
@@ -46,11 +45,10 @@ class Stages:
 
     def _activate_tower(self, *, is_generator: bool) -> None:
         """Let only the generator, or only the discriminator, learn: the other's groups get `lr_scale` 0."""
-        optimizer = self._engine.optimizer
-        for group in optimizer.param_groups:
+        for group in self._engine.optimizer.param_groups:
             is_active = group["is_generators"] == is_generator
             group["lr_scale"] = 1.0 if is_active else 0.0
-        layout_of(optimizer).forget_gradients()
+        self._engine.layout.forget_gradients()
 
 
 def copy_generator(engine: Engine) -> None:
@@ -68,7 +66,7 @@ def copy_generator(engine: Engine) -> None:
             destination.views["master"].copy_(master[destination.start : destination.start + destination.numel])
             destination.views["exp_avg"].zero_()
             destination.views["exp_avg_sq"].zero_()
-    publish(engine)
+    engine.layout.publish()
 
 
 def _copy_name(name: str) -> str | None:

@@ -2,7 +2,8 @@
 
 Guarantee: over all ranks the owned fragments cover every element of every parameter exactly once. A fragment has the
 fp32 master weights and both moments as writable 1-D views. Saving copies out of the views; loading copies into them
-and calls `publish`. A loading rank asks for elements and not for files, so any number of ranks may load a checkpoint.
+and calls `engine.layout.publish`. A loading rank asks for elements and not for files, so any number of ranks may load
+a checkpoint.
 
 How: `zero.py` knows where DeepSpeed keeps the master weights. At stage 0 every rank holds all; the ranks share the
 writing.
@@ -17,7 +18,6 @@ from torch import nn
 from electra_dist.checkpoint.manifest import KINDS, Fragment, Kind
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.foreach_optimizers import MOMENTS, ForeachAdamW, moments_of
-from electra_dist.engine.zero import layout_of
 from electra_dist.version import DEEPSPEED
 
 assert ("master", *MOMENTS) == KINDS
@@ -35,8 +35,8 @@ def owned_fragments(engine: Engine) -> list[Fragment]:
 def held_fragments(engine: Engine) -> list[Fragment]:
     """Return the ranges of parameters ("fragments") that this rank fills when it loads a checkpoint.
 
-    At ZeRO stage 0 these are whole parameters; at stages 1 to 3 they are those of `owned_fragments`. Call `publish`
-    after writing into their views.
+    At ZeRO stage 0 these are whole parameters; at stages 1 to 3 they are those of `owned_fragments`. Call
+    `engine.layout.publish` after writing into their views.
     """
     return _fragments(engine, share=0, num_shares=1)
 
@@ -50,7 +50,7 @@ def _fragments(engine: Engine, share: int, num_shares: int) -> list[Fragment]:
     optimizer = engine.optimizer
     base = getattr(optimizer, "optimizer", optimizer)  # ZeRO wraps the optimizer that does the updates
     fragments = []
-    for master in layout_of(optimizer).masters(engine.deepspeed.module, share, num_shares):
+    for master in engine.layout.masters(engine.deepspeed.module, share, num_shares):
         exp_avgs, exp_avg_sqs = moments_of(base, [master.flat])
         if not isinstance(base, ForeachAdamW):
             # Fused Adams count steps; without bias correction they never use the count.
@@ -71,11 +71,6 @@ def _fragments(engine: Engine, share: int, num_shares: int) -> list[Fragment]:
             views[kind] = view
         fragments.append(Fragment(name=master.name, start=master.start, numel=master.numel, views=views))
     return fragments
-
-
-def publish(engine: Engine) -> None:
-    """Copy fp32 master weights that were overwritten to the parameters that the forward pass reads. Collective."""
-    layout_of(engine.optimizer).publish()
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:

@@ -183,10 +183,8 @@ class Embeddings(nn.Module):
 class SharedEmbeddings(Embeddings):
     """Token, position and type tables; by default generator and discriminator share them, as in Google's code."""
 
-    def __init__(self, model: ModelConfig, width: int | None = None) -> None:
+    def __init__(self, model: ModelConfig, width: int) -> None:
         super().__init__()
-        if width is None:
-            width = model.embedding_size
         self.word = nn.Embedding(model.padded_vocab_size, width)
         self.position = SmallEmbedding(model.max_positions, width)
         self.token_type = SmallEmbedding(model.type_vocab_size, width)
@@ -281,12 +279,11 @@ class Encoder(nn.Module):
     Other architectures override `new_layer` and `layer_inputs`, and may set `final_norm`.
     """
 
-    def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int | None = None) -> None:
+    def __init__(self, model: ModelConfig, tower: TowerConfig, embedding_size: int) -> None:
         super().__init__()
-        width = model.embedding_size if embedding_size is None else embedding_size
         self.embeddings_project: nn.Linear | None = None
-        if width != tower.hidden_size:
-            self.embeddings_project = Linear(width, tower.hidden_size)
+        if embedding_size != tower.hidden_size:
+            self.embeddings_project = Linear(embedding_size, tower.hidden_size)
         self.layers = nn.ModuleList(self.new_layer(model, tower, number) for number in range(tower.num_layers))
         self.final_norm: nn.LayerNorm | None = None  # of the last layer's states
         # `engine.activation_checkpointing` sets this: only the layers' inputs are kept, and the backward pass

@@ -130,11 +130,6 @@ class Schedules:
         return any(value_at(schedule, before) != value_at(schedule, now) for schedule in jumping)
 
 
-def first_values(objective: ObjectiveConfig) -> ScheduledValues:
-    """Return the values of settings that may follow a schedule at the first step; without schedules, at every step."""
-    return ScheduledValues.at(objective, 0.0)
-
-
 def evaluation_values(objective: ObjectiveConfig) -> ScheduledValues:
     """Return the values for evaluations: those at the end of the run, but temperature 1 and no random tokens.
 
@@ -283,7 +278,7 @@ class Objective(nn.Module, ABC):
         )
         values = step_input.scheduled
         if values is None:
-            values = first_values(self.objective) if self.training else evaluation_values(self.objective)
+            values = ScheduledValues.at(self.objective, 0.0) if self.training else evaluation_values(self.objective)
         given = {each.name: getattr(step_input, each.name) for each in fields(StepInput)}
         return Batch(**given, values=values, layout=layout, attention_mask=attention_mask)
 

@@ -162,12 +162,8 @@ class Corruption(NamedTuple):
     sums: dict[str, torch.Tensor]  # metric sums of the generator, by names of `Sums`
 
 
-class _Replacements(NamedTuple):
-    """Tokens that a generator has drawn for the masked positions; `Corruption` explains the other fields."""
-
-    sampled: torch.Tensor  # int64 [B, N] or [M]
-    loss: torch.Tensor
-    sums: dict[str, torch.Tensor]
+# Tokens that a generator has drawn for the masked positions, int64 [B, N] or [M]; `loss` and `sums` of `Corruption`.
+_Drawn = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 class CorruptingObjective(Objective):
@@ -204,25 +200,21 @@ class CorruptingObjective(Objective):
         """
         masking = self.mask(batch)
         if self.fixed_generator is not None:
-            drawn = self._draw_with_fixed_probabilities(self.fixed_generator, batch, masking)
+            sampled, loss, sums = self._draw_with_fixed_probabilities(self.fixed_generator, batch, masking)
         else:
-            drawn = self._draw_by_network(batch, masking)
+            sampled, loss, sums = self._draw_by_network(batch, masking)
         corrupted_BS, label_BS = replace_and_label(
-            batch.ids_BS, masking.position_BN, masking.weight_BN, drawn.sampled, backend=self.backend
+            batch.ids_BS, masking.position_BN, masking.weight_BN, sampled, backend=self.backend
         )
-        return Corruption(
-            masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=drawn.loss, sums=drawn.sums
-        )
+        return Corruption(masking=masking, corrupted_BS=corrupted_BS, label_BS=label_BS, loss=loss, sums=sums)
 
-    def _draw_with_fixed_probabilities(
-        self, generator: FixedGenerator, batch: Batch, masking: Masking
-    ) -> _Replacements:
+    def _draw_with_fixed_probabilities(self, generator: FixedGenerator, batch: Batch, masking: Masking) -> _Drawn:
         target_BN = batch.ids_BS.gather(1, masking.position_BN)
         sampled_BN = generator(target_BN, batch.row_B, batch.step, batch.seed)
         sums = {"sampled_correct": ((sampled_BN == target_BN) * masking.weight_BN).sum()}
-        return _Replacements(sampled=sampled_BN, loss=masking.weight_BN.new_zeros(()), sums=sums)
+        return sampled_BN, masking.weight_BN.new_zeros(()), sums
 
-    def _draw_by_network(self, batch: Batch, masking: Masking) -> _Replacements:
+    def _draw_by_network(self, batch: Batch, masking: Masking) -> _Drawn:
         learns = self.frozen_generator is None
         with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
             states_MH = self.generator_states(batch, masking)
@@ -239,7 +231,7 @@ class CorruptingObjective(Objective):
             sampled = self.random_replacements.mix(
                 sampled.view_as(target_BN), target_BN, share, batch.row_B, batch.step, batch.seed
             )
-        return _Replacements(sampled=sampled, loss=loss, sums=sums)
+        return sampled, loss, sums
 
     def generator_network(self, batch: Batch) -> ElectraTowers | FrozenGenerator:
         """Return the module that holds the generator: the frozen generator, moved to the device, or `towers`."""

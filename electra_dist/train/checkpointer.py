@@ -34,7 +34,6 @@ from electra_dist.engine.state_fragments import (
     held_fragments,
     owned_fragments,
     parameter_shapes,
-    publish,
     shared_names,
 )
 from electra_dist.model.towers import build_towers
@@ -158,7 +157,7 @@ class Checkpointer:
             if pristine and not loaded.set_aside:
                 return loaded
             self._initialise(fragments)
-        publish(self._engine)  # copies the masters to the parameters that the forward pass reads
+        self._engine.layout.publish()  # copies the masters to the parameters that the forward pass reads
         return loaded
 
     def _initialise(self, fragments: list[Fragment]) -> None:

@@ -21,7 +21,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,17 +82,6 @@ class Evaluation(NamedTuple):
     samples: list[TextSample]  # on rank 0; empty on other ranks, and without detection of replaced tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ContextResult:
-    auc: float  # NaN for an objective without a discriminator, or without replaced tokens
-    standard_error: float  # NaN where it cannot be computed
-    num_replaced: int
-    fault: str = ""  # as in `Evaluation`
-
-
-_NO_CONTEXT = _ContextResult(auc=math.nan, standard_error=math.nan, num_replaced=0)
-
-
 @dataclass(kw_only=True)
 class Evaluator:
     """Measures the losses of a model on held-out rows of a corpus, and how well it detects replaced tokens.
@@ -121,9 +110,10 @@ class Evaluator:
         held_out = self._held_out
         engine.train(False)
         local = self._score(engine, held_out.inputs)
-        context = _NO_CONTEXT
+        context_fields: dict[str, Any] = {}  # of the record
+        context_fault = ""
         if held_out.context is not None:
-            context = self._context_auc(engine, held_out.context, held_out.context_inputs)
+            context_fields, context_fault = self._context_auc(engine, held_out.context, held_out.context_inputs)
         engine.train(True)
         dist.all_reduce(local.sum_K)
         sums = Sums(*local.sum_K.tolist())
@@ -141,20 +131,15 @@ class Evaluator:
             step=step,
             rows=held_out.num_rows,
             mlm_accuracy=sums.mlm_correct / max(sums.mlm_weight, 1.0),
-            auc=ranking.auc,
-            accuracy=ranking.accuracy,
-            precision=ranking.precision,
-            recall=ranking.recall,
-            context_auc=context.auc,
-            context_auc_se=context.standard_error,
-            context_replaced=context.num_replaced,
             generator_entropy=_generator_mean(sums.entropy_sum, sums),
             sampled_correct=_generator_mean(sums.sampled_correct, sums),
             **sums.mean_losses(),
+            **vars(ranking),
+            **context_fields,
         )
-        fault = fault or context.fault or _loss_fault(record)
+        fault = fault or context_fault or _loss_fault(record)
         samples = []
-        if has_detection_loss and not fault and dist.get_rank() == 0:
+        if self.num_samples > 0 and has_detection_loss and not fault and dist.get_rank() == 0:
             ids_BS = held_out.inputs[0].ids_BS.cpu().numpy()
             samples = text_samples(ids_BS, local.first, self.num_samples, self.tokens)
         return Evaluation(record=record, fault=fault, samples=samples)
@@ -189,10 +174,13 @@ class Evaluator:
             first=outputs[0],
         )
 
-    def _context_auc(self, engine: Engine, context: ContextRows, inputs: Sequence[StepInput]) -> _ContextResult:
-        """Return the ROC-AUC with which the model finds tokens that come from elsewhere in the rows. Collective.
+    def _context_auc(
+        self, engine: Engine, context: ContextRows, inputs: Sequence[StepInput]
+    ) -> tuple[dict[str, Any], str]:
+        """Return how well the model finds tokens that come from elsewhere in the rows, and a fault. Collective.
 
-        `context` has the rows of all ranks and says which tokens were replaced; `inputs` are this rank's part.
+        The first result has fields of `EvalRecord`, the second is as in `Evaluation`. `context` has the rows of all
+        ranks and says which tokens were replaced; `inputs` are this rank's part.
         """
         with torch.no_grad():
             score_BS = torch.cat([engine.forward(step_input).rtd_logit_BS for step_input in inputs])
@@ -201,11 +189,12 @@ class Evaluator:
         row_QS = np.broadcast_to(context.source_row_Q[:, None], is_compared_QS.shape)
         fault = _outputs_fault(score_QS[is_compared_QS])
         if fault:
-            return replace(_NO_CONTEXT, fault=fault)
+            return {}, fault
         auc, standard_error = auc_with_standard_error(
             score_QS[is_compared_QS], context.label_QS[is_compared_QS] == REPLACED, row_QS[is_compared_QS]
         )
-        return _ContextResult(auc=auc, standard_error=standard_error, num_replaced=context.num_replaced)
+        fields = {"context_auc": auc, "context_auc_se": standard_error, "context_replaced": context.num_replaced}
+        return fields, ""
 
     def _inputs(self, engine: Engine, ids_RS: np.ndarray, shown_RS: np.ndarray | None = None) -> list[StepInput]:
         """Divide the rows `ids_RS` among the ranks, and return this rank's micro-batches; all ranks get equally many.

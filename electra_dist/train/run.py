@@ -190,7 +190,15 @@ def _build(
     notes += from_rank_0(lambda: remarks_on_corpora(config, inputs.corpora, begins))
     if inputs.heldout is None:
         notes.append("data.heldout is not set, so nothing is evaluated: no context AUC, and no best checkpoint")
-    token_counts = _count_tokens(config, inputs) if needs_token_counts(config.objective) else None
+    token_counts = None
+    if needs_token_counts(config.objective):
+        corpora = inputs.corpora
+        token_counts = unigram_counts(
+            corpora,
+            vocab_size=config.model.vocab_size,
+            run_dir=run_dir,
+            open_cache=lambda: open_cache(corpora, config.data, shard_folder(config, corpora)),
+        )
     module, attention = build_module(config, special, token_counts)
     notes += _build_notes(config, attention)
     notes += describe_caches(config, inputs)
@@ -300,17 +308,6 @@ def build_module(config: Config, special: SpecialIds, token_counts: np.ndarray |
     if config.objective.generator == "frozen":
         load_frozen_generator(objective, config)
     return objective, attention
-
-
-def _count_tokens(config: Config, inputs: RunInputs) -> np.ndarray:
-    """Return how often each token id occurs in the training corpus, int64 [vocab_size]. Collective."""
-    corpora = inputs.corpora
-    return unigram_counts(
-        corpora,
-        vocab_size=config.model.vocab_size,
-        run_dir=Path(config.run_dir),
-        open_cache=lambda: open_cache(corpora, config.data, shard_folder(config, corpora)),
-    )
 
 
 def _predict_rows(config: Config, free_bytes: float, world_size: int) -> int:

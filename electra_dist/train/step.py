@@ -36,7 +36,7 @@ from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowBatch
 from electra_dist.data.receipt import Receipt
 from electra_dist.engine.engine import Engine, StepNumbers
-from electra_dist.objectives.base import Schedules, StepInput, Sums, first_values
+from electra_dist.objectives.base import Schedules, StepInput, Sums
 
 _OUTLIER_SIGMA = 6.0  # standard deviations above the median that make a row stand out
 _SIGMA_PER_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
@@ -85,21 +85,15 @@ class TrainStep:
     """Callable that runs one optimizer step on an engine: forward, backward, and at most one update.
 
     The weights and the optimizer's state are in the engine, not here. `micro_batch`, in rows, must divide the rows of
-    every batch. If `schedules` is None, the objective's settings keep their values of step 0.
+    every batch.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        seed: int,
-        micro_batch: int,
-        schedules: Schedules | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, seed: int, micro_batch: int, schedules: Schedules) -> None:
         self._engine = engine
         self._seed = seed
         self._micro_batch = micro_batch
         self._schedules = schedules
-        self._values = first_values(engine.module.objective)  # of the keys that may be scheduled, in the present step
+        self._values = schedules.values(0)  # of the keys that may be scheduled, in the present step
         # Of the last step's first forward pass on this rank. Below ZeRO stage 3 a forward pass does not wait for other
         # ranks, so a rank that takes longer is slow itself.
         self.stopwatch = Stopwatch(engine.device)
@@ -118,8 +112,7 @@ class TrainStep:
         "" to allow it, the same on all ranks. `flags` are added up over the ranks. If `generator_learning_rate` is
         None, the generator learns with `learning_rate`, too.
         """
-        if self._schedules is not None:
-            self._values = self._schedules.values(batch.step)
+        self._values = self._schedules.values(batch.step)
         ids_BS = self._to_device(batch)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
         sum_K = self._accumulate_gradients(batch, ids_BS, scale_N2)
@@ -197,8 +190,7 @@ class TrainStep:
         weights instead, so that the result does not jump with the weight. A minimised loss that is not finite is
         returned as it is.
         """
-        has_constant_weights = self._schedules is None or not self._schedules.change_weights
-        if has_constant_weights or not math.isfinite(sums.loss):
+        if not self._schedules.change_weights or not math.isfinite(sums.loss):
             return sums.loss
         losses = sums.mean_losses()
         return float(losses["mlm_loss"] + losses["rtd_loss"] + losses["token_loss"])
@@ -250,8 +242,7 @@ class TrainStep:
         dropout are the same as in the step, except for attention dropout on a GPU, which is drawn per micro-batch.
         All ranks must have the same number of rows.
         """
-        if self._schedules is not None:
-            self._values = self._schedules.values(batch.step)
+        self._values = self._schedules.values(batch.step)
         ids_BS = self._to_device(batch)
         count_B2 = self._engine.module.loss_counts(ids_BS, self._values.mask_prob)
         scale_B2 = 1.0 / count_B2.clamp(min=1)  # the mean of each row

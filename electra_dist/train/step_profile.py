@@ -33,6 +33,7 @@ from electra_dist.engine.engine import Engine, check_precision
 from electra_dist.engine.process_group import init_distributed, local_device, set_deterministic_mode, share_cores
 from electra_dist.errors import StoreMissing
 from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
+from electra_dist.objectives.base import Schedules
 from electra_dist.run.environment_record import check_deepspeed, check_gpus
 from electra_dist.train.check_inputs import open_training_corpora
 from electra_dist.train.run import build_module
@@ -170,7 +171,8 @@ def profile_step(config: Config, num_steps: int = 5, ranks_on_node: int = 1) -> 
         module, attention = build_module(config, rows.special, even_counts)
         engine = Engine(module, config.train, config.engine, config.optimizer)
         stack.callback(engine.close)
-        train_step = TrainStep(engine, config.seed, config.train.micro_batch)
+        schedules = Schedules(config.objective, config.train.num_steps)
+        train_step = TrainStep(engine, config.seed, config.train.micro_batch, schedules)
         runner = _StepRunner(config, train_step, rows.batches, rows.special.pad)
         for _ in range(_WARM_UP_STEPS):
             runner.run_step()

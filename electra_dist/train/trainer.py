@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -71,24 +72,18 @@ class Clock:
         self.setup_s = setup_s
         # Seconds by activity; the step loop sets "data", its total wait for rows.
         self.spent = {"first": 0.0, "step": 0.0, "data": 0.0, "stall": 0.0, "eval": 0.0}
-        self._is_first_step_done = False
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Measure a `with` block as one step, its wait for data included. A block that raises is not counted."""
+    def measured(self, activity: Literal["step", "eval"]) -> Iterator[None]:
+        """Measure a `with` block as a step, its wait for data included, or as an evaluation on held-out rows.
+
+        A block that raises is not counted.
+        """
         begin = time.perf_counter()
         yield
         # The first step is counted apart from the others, because compilation and warm-up make it longer.
-        activity = "step" if self._is_first_step_done else "first"
-        self.spent[activity] += time.perf_counter() - begin
-        self._is_first_step_done = True
-
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Measure a `with` block as an evaluation on held-out rows. A block that raises is not counted."""
-        begin = time.perf_counter()
-        yield
-        self.spent["eval"] += time.perf_counter() - begin
+        is_first_step = activity == "step" and self.spent["first"] == 0
+        self.spent["first" if is_first_step else activity] += time.perf_counter() - begin
 
     def stalled(self, seconds: float) -> None:
         """Add the seconds that a save has blocked the step loop: its wait for the last save, and the copying."""
@@ -303,7 +298,7 @@ class Trainer:
         lr = self.config.optimizer.learning_rate(step, num_steps)
         generator_lr = self.config.optimizer.generator_learning_rate(step, num_steps)
         lease = self.start.lease
-        with self.clock.step():
+        with self.clock.measured("step"):
             batch = loader.next()
             self.monitor.waits_for_storage("")  # ends a wait for rows that was reported
             flags = RankFlags(
@@ -353,7 +348,7 @@ class Trainer:
     def _evaluate(self, evaluator: Evaluator) -> None:
         """Evaluate on the held-out rows; raise UserError if a result is not finite. Collective."""
         self.monitor.beat("eval", self.state.step)
-        with self.clock.evaluation():
+        with self.clock.measured("eval"):
             evaluation = evaluator.run(self.engine, self.state.step)
         # A checkpoint of this step records the scores, by which `checkpoint.keep_best` chooses.
         self.state.eval_scores = evaluation_scores(evaluation.record, self._objective_facts)

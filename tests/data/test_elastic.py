@@ -32,7 +32,7 @@ from electra_dist.data.manifest import CorpusManifest
 from electra_dist.data.order import NUM_ROUNDS, CorpusOrder, RowOrder
 from electra_dist.data.receipt import Receipt
 from electra_dist.data.shard_cache import ShardCache
-from electra_dist.objectives.base import StepInput, StepOutput
+from electra_dist.objectives.base import Schedules, StepInput, StepOutput
 from electra_dist.objectives.masking import num_slots
 from electra_dist.objectives.rtd import ReplacedTokenDetection
 from electra_dist.store.open_store import open_store
@@ -177,7 +177,7 @@ def leg(
         the receipt of each step.
     """
     recorder = Recorder(objective)
-    train_step = TrainStep(recorder, SEED, micro_batch)  # type: ignore[arg-type]
+    train_step = TrainStep(recorder, SEED, micro_batch, Schedules(objective, 100))  # type: ignore[arg-type]
     wanted = [step for step in steps if step not in skip_steps]
     row_ids = {step: np.full(GLOBAL_BATCH, -1) for step in wanted}
     receipts = {step: Receipt() for step in wanted}

@@ -30,6 +30,7 @@ from electra_dist.engine import gradient_sums
 from electra_dist.engine.engine import Engine, deepspeed_config
 from electra_dist.engine.gradient_sums import GradientSums
 from electra_dist.engine.process_group import init_distributed
+from electra_dist.objectives.base import Schedules
 from electra_dist.objectives.build_objective import build_objective
 from electra_dist.train.step import TrainStep
 from electra_dist.train.step_operators import OperatorCounter
@@ -137,7 +138,7 @@ def run(
     engine_module.GradientSums = sums  # type: ignore[assignment, misc]
     engine = Engine(module, config.train, config.engine, config.optimizer)
     engine_module.GradientSums = plain_sums  # type: ignore[misc]
-    train_step = TrainStep(engine, 7, MICRO_BATCH)
+    train_step = TrainStep(engine, 7, MICRO_BATCH, Schedules(config.objective, 10))
     rows_per_rank = NUM_ROWS // dist.get_world_size()
     first_row = dist.get_rank() * rows_per_rank
     results = []

@@ -19,7 +19,7 @@ from torch import nn
 from electra_dist.config.load import load_config
 from electra_dist.engine import zero
 from electra_dist.engine.engine import Engine, check_precision
-from electra_dist.engine.state_fragments import owned_fragments, publish
+from electra_dist.engine.state_fragments import owned_fragments
 from electra_dist.engine.zero import LossScale
 from electra_dist.errors import UserError
 
@@ -122,7 +122,7 @@ def test_overflow_changes_only_the_scale_and_the_next_step_is_as_without_it(
 ) -> None:
     engine = build_engine(stage, offload)
     assert engine.loss_scale is not None
-    publish(engine)  # as after a restart; at stage 3 it gathers the parameters
+    engine.layout.publish()  # as after a restart; at stage 3 it gathers the parameters
     run_step(engine, 0)
     before = state_of(engine)
     scale_before = engine.loss_scale.state
@@ -137,7 +137,7 @@ def test_overflow_changes_only_the_scale_and_the_next_step_is_as_without_it(
     engine.close()
 
     steady = build_engine(stage, offload)
-    publish(steady)
+    steady.layout.publish()
     run_step(steady, 0)
     assert run_step(steady, 2) == (norm_after, True)
     run_step(steady, 3)

@@ -14,7 +14,7 @@ from electra_dist.engine import foreach_optimizers
 from electra_dist.engine.engine import Engine
 from electra_dist.engine.foreach_optimizers import ForeachAdamW, ForeachMuon, check_muon
 from electra_dist.engine.optimizer import build_optimizer, parameter_groups
-from electra_dist.engine.state_fragments import held_fragments, publish
+from electra_dist.engine.state_fragments import held_fragments
 from electra_dist.objectives.base import StepInput
 from electra_dist.objectives.build_objective import build_objective
 
@@ -126,7 +126,7 @@ def test_an_engine_with_muon_learns_and_continues_bit_for_bit_from_its_checkpoin
     for fragment in held_fragments(resumed):
         for kind, view in fragment.views.items():
             view.copy_(saved[fragment.name][kind])
-    publish(resumed)
+    resumed.layout.publish()
     assert run_steps(resumed, config, 3, 12) == expected
     resumed.close()
     assert np.mean(expected[-6:]) < np.mean(first_losses)

@@ -16,7 +16,7 @@ from electra_dist.checkpoint.writer import CheckpointWriter
 from electra_dist.config import CheckpointConfig, Config
 from electra_dist.config.load import load_config
 from electra_dist.engine.engine import Engine
-from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes, publish
+from electra_dist.engine.state_fragments import held_fragments, owned_fragments, parameter_shapes
 from electra_dist.store.open_store import open_store
 
 STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
@@ -95,7 +95,7 @@ def load(engine: Engine, folder: Path) -> tuple[int | None, list[str]]:
     state, notes, _ = load_newest([open_store(str(folder))], fragments, state_of(engine, 0))
     if state is None:
         return None, notes
-    publish(engine)
+    engine.layout.publish()
     return state.step, notes
 
 

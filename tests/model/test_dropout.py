@@ -21,7 +21,7 @@ DROP = 0.3
 @pytest.mark.parametrize("place", ["hidden_dropout", "attention_dropout"])
 def test_a_row_drops_the_same_units_in_any_batch(make_config: Callable[..., Any], place: str) -> None:
     model = make_config(32, 32, 32, **{place: 0.3})
-    encoder = Encoder(model, model.discriminator).train()
+    encoder = Encoder(model, model.discriminator, model.embedding_size).train()
     embedded, bias, rows = torch.randn(6, 10, 32), torch.zeros(6, 1, 10, 10), torch.arange(40, 46)
 
     def run(chosen: slice, step: int = 5) -> torch.Tensor:
@@ -35,7 +35,7 @@ def test_a_row_drops_the_same_units_in_any_batch(make_config: Callable[..., Any]
 def embeddings_of_ones(make_config: Callable[..., Any]) -> SharedEmbeddings:
     """Embeddings whose LayerNorm gives 1 everywhere, so that the result shows the factors of dropout."""
     model = make_config(32, 32, 32, hidden_dropout=DROP)
-    embeddings = SharedEmbeddings(model).train()
+    embeddings = SharedEmbeddings(model, model.embedding_size).train()
     with torch.no_grad():
         embeddings.layer_norm.weight.zero_()
         embeddings.layer_norm.bias.fill_(1.0)

@@ -51,7 +51,7 @@ def test_the_gradient_repeats_whatever_the_order_of_equal_tokens() -> None:
 
 
 def test_positions_and_types_have_it_on_a_gpu_and_torchs_own_on_a_cpu(make_config) -> None:
-    embeddings = SharedEmbeddings(make_config(32, 32, 32))
+    embeddings = SharedEmbeddings(make_config(32, 32, 32), 32)
     assert isinstance(embeddings.position, SmallEmbedding) and isinstance(embeddings.token_type, SmallEmbedding)
     index = torch.zeros(2, 3, dtype=torch.int64)
     assert embeddings.position(index).grad_fn.name() == "EmbeddingBackward0"

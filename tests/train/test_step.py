@@ -84,7 +84,7 @@ def test_every_micro_batch_has_the_bounds_of_its_own_rows_and_a_seed_of_its_own(
     draws = []
     for _ in range(2):
         engine = Recorder(attention)
-        step: Any = TrainStep(engine, seed=5, micro_batch=4)  # type: ignore[arg-type]
+        step: Any = TrainStep(engine, 5, 4, Schedules(engine.module.objective, 10))  # type: ignore[arg-type]
         step(batch, 1e-4)
         step.row_losses(batch)
         draws.append(engine.draws)
@@ -123,7 +123,7 @@ def test_per_replica_losses_are_the_means_of_the_micro_batches_averaged_over_all
     engine.num_micro_batches = 2
     ids = packed_ids(8)
     ids[4:, 8:] = SPECIAL.pad
-    step = TrainStep(engine, seed=5, micro_batch=4)
+    step = TrainStep(engine, 5, 4, Schedules(engine.module.objective, 10))
     step(RowBatch(3, 0, ids, np.arange(8), Receipt()), 1e-3)
 
     first, second = engine.inputs
@@ -227,7 +227,7 @@ def test_overflow_lowers_the_scale_and_only_at_its_minimum_or_with_a_bad_loss_th
 ) -> None:
     monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 1)  # DeepSpeed's scaler logs on rank 0
     engine: Any = Overflowing()
-    step: Any = TrainStep(engine, seed=5, micro_batch=4)  # type: ignore[arg-type]
+    step: Any = TrainStep(engine, 5, 4, Schedules(engine.module.objective, 10))
     batch = RowBatch(step=3, row0=24, ids=packed_ids(4), row_ids=np.arange(4), receipt=Receipt())
     spike = step(batch, 1e-4, lambda loss: "a spike")
     assert (spike.fault, spike.overflow, spike.loss_scale) == ("a spike", False, 65536.0)
