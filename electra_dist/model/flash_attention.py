@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from electra_kernels.keyed_random import copy_to_device
 from electra_kernels.layer_passes import join_gradients
 from electra_kernels.operation_types import SpecialIds
 from numpy.typing import NDArray
@@ -52,10 +53,7 @@ class ExampleBounds(NamedTuple):
 
     def to(self, device: torch.device) -> ExampleBounds:
         """Return the bounds on a device; the host does not wait for the copy to a GPU."""
-        cu_seqlens = self.cu_seqlens
-        if device.type == "cuda":
-            cu_seqlens = cu_seqlens.pin_memory()  # from pageable memory the copy would wait for the queued work
-        return ExampleBounds(cu_seqlens.to(device, non_blocking=True), self.longest)
+        return ExampleBounds(copy_to_device(self.cu_seqlens, device), self.longest)
 
 
 def example_bounds(ids_BS: NDArray[Any], special: SpecialIds) -> ExampleBounds:

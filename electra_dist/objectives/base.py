@@ -33,6 +33,7 @@ from electra_kernels.discriminator_tail import RtdOutput
 from electra_kernels.keyed_random import Purpose, derive_seed
 from electra_kernels.mlm_head import MlmHeadOutput
 from electra_kernels.operation_types import SpecialIds
+from electra_kernels.slots import gather_masked
 from numpy.typing import NDArray
 from torch import nn
 
@@ -110,7 +111,7 @@ class Schedules:
 
     def __init__(self, objective: ObjectiveConfig, num_steps: int) -> None:
         """Take the schedules of `objective`, which depend on step / `num_steps`, the steps of the whole run."""
-        self._objective = objective
+        self._first = ScheduledValues.at(objective, 0.0)
         self._num_steps = num_steps
         self._schedule_of_key = schedules_of(objective)
         # Whether a loss weight follows a schedule; total losses of different steps are then not comparable.
@@ -118,7 +119,9 @@ class Schedules:
 
     def values(self, step: int) -> ScheduledValues:
         """Return the values of the settings at a step; steps count from 0."""
-        return ScheduledValues.at(self._objective, step / self._num_steps)
+        progress = step / self._num_steps
+        present = {key: value_at(schedule, progress) for key, schedule in self._schedule_of_key.items()}
+        return replace(self._first, **present)
 
     def jumps_at(self, step: int) -> bool:
         """Return whether a schedule of shape "step" jumps at this step; earlier losses are then not comparable."""
@@ -313,6 +316,23 @@ class Objective(nn.Module, ABC):
         embedded = embeddings(ids_BS, batch.layout, dropout_keys)
         return towers.discriminator(embedded, batch.attention_mask, dropout_keys)
 
+    def predict_slots(self, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
+        """Predict the tokens at the masked positions from the discriminator's states; return loss and counts."""
+        hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=self.backend)
+        target_BN = batch.ids_BS.gather(1, masking.position_BN)
+        return self.towers.token_head(
+            hidden_MH,
+            self.towers.discriminator_table(),
+            target_BN.flatten(),
+            masking.weight_BN.flatten(),
+            seed=batch.seed,
+            step=batch.step,
+            row_M=batch.slot_number_M(masking.position_BN.shape[1]),
+            temperature=1.0,
+            disallow_correct=False,
+            backend=self.backend,
+        )
+
     def output(
         self,
         batch: Batch,
@@ -361,6 +381,15 @@ def mlm_sums(mlm: MlmHeadOutput) -> dict[str, torch.Tensor]:
         "mlm_weight": mlm.weight_sum,
         "mlm_correct": mlm.correct_sum,
         "sampled_correct": mlm.sampled_correct_sum,
+    }
+
+
+def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
+    """Return the loss and counts of a discriminator's token head, each under the name of its field in `Sums`."""
+    return {
+        "token_loss_sum": prediction.loss_sum,
+        "token_weight": prediction.weight_sum,
+        "token_correct": prediction.correct_sum,
     }
 
 

@@ -33,10 +33,9 @@ import torch
 from electra_kernels.discriminator_tail import RtdOutput
 from typing_extensions import override
 
-from electra_dist.objectives.base import Batch, StepOutput, rtd_sums
+from electra_dist.objectives.base import Batch, StepOutput, rtd_sums, token_sums
 from electra_dist.objectives.corruption import CorruptingObjective, Corruption
 from electra_dist.objectives.masking import num_masked
-from electra_dist.objectives.token_prediction import predict_slots, token_sums
 
 
 class ReplacedTokenDetection(CorruptingObjective):
@@ -50,7 +49,7 @@ class ReplacedTokenDetection(CorruptingObjective):
         loss = corruption.loss + batch.values.rtd_weight * batch.second_scale * rtd.loss_sum
         sums = corruption.sums | rtd_sums(rtd)
         if self.objective.discriminator_mlm_weight:
-            prediction = predict_slots(self, batch, corruption.masking, hidden_BSH)
+            prediction = self.predict_slots(batch, corruption.masking, hidden_BSH)
             loss = loss + self.objective.discriminator_mlm_weight * batch.first_scale * prediction.loss_sum
             sums |= token_sums(prediction)
         return self.output(batch, loss, sums, rtd.logits_T, corruption.label_BS, corruption.corrupted_BS)

@@ -25,14 +25,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from electra_kernels.mlm_head import MlmHeadOutput
-from electra_kernels.slots import gather_masked
 from typing_extensions import override
 
 from electra_dist.model.heads import token_log_probs
-from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums
+from electra_dist.objectives.base import Batch, Objective, StepOutput, mlm_sums, token_sums
 from electra_dist.objectives.corruption import CorruptingObjective
-from electra_dist.objectives.masking import Masking, num_masked
+from electra_dist.objectives.masking import num_masked
 
 
 class MaskedLanguageModel(Objective):
@@ -42,36 +40,9 @@ class MaskedLanguageModel(Objective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         masking = self.mask(batch)
         hidden_BSH = self.read(batch, masking.input_BS)
-        mlm = predict_slots(self, batch, masking, hidden_BSH)
+        mlm = self.predict_slots(batch, masking, hidden_BSH)
         loss = batch.values.mlm_weight * batch.first_scale * mlm.loss_sum
         return self.output(batch, loss, mlm_sums(mlm))
-
-
-def token_sums(prediction: MlmHeadOutput) -> dict[str, torch.Tensor]:
-    """Return the loss and counts of a discriminator's token head, each under the name of its field in `Sums`."""
-    return {
-        "token_loss_sum": prediction.loss_sum,
-        "token_weight": prediction.weight_sum,
-        "token_correct": prediction.correct_sum,
-    }
-
-
-def predict_slots(objective: Objective, batch: Batch, masking: Masking, hidden_BSH: torch.Tensor) -> MlmHeadOutput:
-    """Predict the original tokens at the masked positions from the discriminator's states; return loss and counts."""
-    hidden_MH = gather_masked(hidden_BSH, masking.position_BN, backend=objective.backend)
-    target_BN = batch.ids_BS.gather(1, masking.position_BN)
-    return objective.towers.token_head(
-        hidden_MH,
-        objective.towers.discriminator_table(),
-        target_BN.flatten(),
-        masking.weight_BN.flatten(),
-        seed=batch.seed,
-        step=batch.step,
-        row_M=batch.slot_number_M(masking.position_BN.shape[1]),
-        temperature=1.0,
-        disallow_correct=False,
-        backend=objective.backend,
-    )
 
 
 class ReplaceMlm(CorruptingObjective):
@@ -86,7 +57,7 @@ class ReplaceMlm(CorruptingObjective):
     def compute_loss(self, batch: Batch) -> StepOutput:
         corruption = self.corrupt(batch)
         hidden_BSH = self.read(batch, corruption.corrupted_BS)
-        prediction = predict_slots(self, batch, corruption.masking, hidden_BSH)
+        prediction = self.predict_slots(batch, corruption.masking, hidden_BSH)
         loss = corruption.loss + self.objective.token_weight * batch.second_scale * prediction.loss_sum
         return self.output(batch, loss, corruption.sums | token_sums(prediction))
 

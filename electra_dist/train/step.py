@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from electra_kernels.keyed_random import Purpose, derive_seed
+from electra_kernels.keyed_random import Purpose, copy_to_device, derive_seed
 
 from electra_dist.collectives import gather
 from electra_dist.data.corpora import Corpora
@@ -113,7 +113,7 @@ class TrainStep:
         None, the generator learns with `learning_rate`, too.
         """
         self._values = self._schedules.values(batch.step)
-        ids_BS = self._to_device(batch)
+        ids_BS = copy_to_device(torch.from_numpy(batch.ids.astype(np.int64)), self._engine.device)
         scale_N2, totals = self._reduce(ids_BS, batch.receipt, flags)
         sum_K = self._accumulate_gradients(batch, ids_BS, scale_N2)
         dist.all_reduce(sum_K)
@@ -207,12 +207,6 @@ class TrainStep:
             ids_BS[rows], batch.ids[rows], row0, (self._seed, batch.step), scale_2, self._values
         )
 
-    def _to_device(self, batch: RowBatch) -> torch.Tensor:
-        ids_BS = torch.from_numpy(batch.ids.astype(np.int64))
-        if self._engine.device.type == "cuda":
-            ids_BS = ids_BS.pin_memory()  # from pageable memory the copy would wait for the queued steps
-        return ids_BS.to(self._engine.device, non_blocking=True)
-
     def _reduce(self, ids_BS: torch.Tensor, receipt: Receipt, flags: RankFlags) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors that turn loss sums into means, fp32 [N, 2], and the sums of receipt and flags, int64.
 
@@ -243,7 +237,7 @@ class TrainStep:
         All ranks must have the same number of rows.
         """
         self._values = self._schedules.values(batch.step)
-        ids_BS = self._to_device(batch)
+        ids_BS = copy_to_device(torch.from_numpy(batch.ids.astype(np.int64)), self._engine.device)
         count_B2 = self._engine.module.loss_counts(ids_BS, self._values.mask_prob)
         scale_B2 = 1.0 / count_B2.clamp(min=1)  # the mean of each row
         losses = []
