@@ -91,7 +91,8 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
     begin = time.perf_counter()
     place = rank_place()
     run_dir = Path(config.run_dir)
-    patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else _print_nothing)
+    # One rank of each node reports that storage does not respond.
+    patience = Patience(config.cluster.storage_patience_s, print_line if place.local_rank == 0 else lambda text: None)
     config, notes = config.for_ranks(place.world_size)
     check_machine(config)
     try:
@@ -133,10 +134,6 @@ def run(config: Config, accept_new_numerics: bool = False, from_scratch: bool = 
         return reported_code
     finally:
         dist.destroy_process_group()  # without it, one rank in four aborts at exit
-
-
-def _print_nothing(text: str) -> None:
-    """Do nothing, in place of `print_line`: one rank of each node reports that storage does not respond."""
 
 
 @contextlib.contextmanager

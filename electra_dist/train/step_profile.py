@@ -17,13 +17,11 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from electra_kernels.operation_types import SpecialIds
 from torch.profiler import ProfilerActivity, profile
-from typing_extensions import override
 
 from electra_dist.config import Config
 from electra_dist.data.loader import RowBatch, RowLoader
@@ -47,37 +45,18 @@ _ROWS_FOR_AUTO = 8
 _MADE_UP_IDS = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 
 
-class BatchSource(Protocol):
-    """Source of the batches for a measurement of training steps, one batch for each step."""
-
-    wait_s: float  # seconds that `next` has waited in total
-
-    def next(self) -> RowBatch:
-        """Return the batch of the next step."""
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """Rows with which training steps are measured: those of the run's corpus or, without one, made-up rows."""
-
-    config: Config  # with the size of the corpus's vocabulary
-    name: str  # "corpus" or "made up"
-    special: SpecialIds
-    batches: BatchSource
-
-
-class MadeUpBatches(BatchSource):
+class MadeUpBatches:
     """Source of batches of random rows: each row is one example, `[CLS]`, ordinary tokens, `[SEP]`, without pads."""
 
-    wait_s = 0.0
+    wait_s = 0.0  # seconds that `next` has waited in total, as in a `RowLoader`
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._draw = np.random.default_rng(config.seed)
         self._step = 0
 
-    @override
     def next(self) -> RowBatch:
+        """Return the batch of the next step."""
         shape = (self._config.train.global_batch, self._config.data.seq_len)
         first_ordinary_id = max(_MADE_UP_IDS) + 1
         ids = self._draw.integers(first_ordinary_id, self._config.model.vocab_size, shape, dtype=np.int32)
@@ -87,6 +66,16 @@ class MadeUpBatches(BatchSource):
         batch = RowBatch(step=self._step, row0=0, ids=ids, row_ids=row_ids, receipt=Receipt())
         self._step += 1
         return batch
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows with which training steps are measured: those of the run's corpus or, without one, made-up rows."""
+
+    config: Config  # with the size of the corpus's vocabulary
+    name: str  # "corpus" or "made up"
+    special: SpecialIds
+    batches: RowLoader | MadeUpBatches
 
 
 def open_rows(config: Config, stack: contextlib.ExitStack) -> StepRows:
@@ -226,7 +215,7 @@ class _Profiled:
 class _StepRunner:
     """Runs training steps on the next batches of a source, and times, counts or profiles them."""
 
-    def __init__(self, config: Config, train_step: TrainStep, batches: BatchSource, pad_id: int) -> None:
+    def __init__(self, config: Config, train_step: TrainStep, batches: RowLoader | MadeUpBatches, pad_id: int) -> None:
         self._config = config
         self._train_step = train_step
         self._batches = batches

@@ -47,11 +47,7 @@ def unigram_counts(
     `open_cache` and stored.
     """
     file = token_counts_file(run_dir, corpora.fingerprint)
-
-    def stored_counts() -> list[int] | None:
-        return read_counts(file, vocab_size).tolist() if file.exists() else None
-
-    counts_of_earlier_start = from_rank_0(stored_counts)
+    counts_of_earlier_start = from_rank_0(lambda: read_counts(file, vocab_size).tolist() if file.exists() else None)
     if counts_of_earlier_start is not None:
         return np.array(counts_of_earlier_start, np.int64)
     # Every rank counts its own shards: rank 0 of 4 counts the shards 0, 4, 8, ...
