@@ -1,1 +1,1 @@
-"""Implements masking, corruption and the pretraining objectives, one file each. Start at `build_objective.py`."""
+"""Implements masking, corruption and the pretraining objectives. Start at `build_objective.py`."""

@@ -270,10 +270,7 @@ class Objective(nn.Module, ABC):
         """
 
     def batch(self, step_input: StepInput) -> Batch:
-        """Add to an input the examples, positions and attention mask of its rows, and the values of this step.
-
-        If the attention backend is "flash", `step_input.bounds` must be given.
-        """
+        """Add to an input the examples, positions and attention mask of its rows, and the values of this step."""
         layout = derive(step_input.ids_BS, self.special)
         parameter_dtype = self.towers.embeddings.word.weight.dtype
         attention_mask = new_attention_mask(

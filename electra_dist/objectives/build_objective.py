@@ -8,7 +8,6 @@ from electra_kernels.operation_types import SpecialIds
 from electra_dist.config import ModelConfig, ObjectiveConfig
 from electra_dist.config.schedule import Schedule
 from electra_dist.model.towers import build_towers
-from electra_dist.objectives.adversarial import AdversarialGenerator
 from electra_dist.objectives.base import Objective
 from electra_dist.objectives.corruption import (
     CorruptingObjective,
@@ -19,7 +18,12 @@ from electra_dist.objectives.corruption import (
     unigram_weights,
 )
 from electra_dist.objectives.electric import Electric
-from electra_dist.objectives.rtd import MaskedOnlyDetection, ReplacedTokenDetection, TwoStageDetection
+from electra_dist.objectives.rtd import (
+    AdversarialGenerator,
+    MaskedOnlyDetection,
+    ReplacedTokenDetection,
+    TwoStageDetection,
+)
 from electra_dist.objectives.token_prediction import AllTokensMlm, MaskedLanguageModel, ReplaceMlm
 
 _CORRUPTING: dict[str, type[CorruptingObjective]] = {

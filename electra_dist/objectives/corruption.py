@@ -193,11 +193,7 @@ class CorruptingObjective(Objective):
         self.__dict__["frozen_generator"] = frozen_generator
 
     def corrupt(self, batch: Batch) -> Corruption:
-        """Mask the rows, and put a token drawn by the generator at each masked position.
-
-        The result's `loss` is the generator's MLM loss over these positions, times `batch.first_scale` and
-        `mlm_weight`; it is 0 with a fixed or frozen generator.
-        """
+        """Mask the rows, and put a token drawn by the generator at each masked position."""
         masking = self.mask(batch)
         if self.fixed_generator is not None:
             sampled, loss, sums = self._draw_with_fixed_probabilities(self.fixed_generator, batch, masking)
