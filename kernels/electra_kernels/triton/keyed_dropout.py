@@ -47,9 +47,9 @@ def keyed_dropout_kernel(
     first = tl.program_id(1) * BLOCK
     element = first + tl.arange(0, BLOCK)
     inside = element < num_elements
-    seed_low, seed_high, step = load_key(key_ptr)
+    seed, step = load_key(key_ptr)
     row = tl.load(row_ptr + program_row)  # number within the global batch
-    bits = four_way_bits(seed_low, seed_high, first // 4, row, step, _PURPOSE, BLOCK)
+    bits = four_way_bits(seed, first // 4, row, step, _PURPOSE, BLOCK)
     keep = tl.where(bits >= limit.to(tl.uint32, bitcast=True), scale, 0.0)
     x = tl.load(x_ptr + program_row * num_elements + element, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + program_row * num_elements + element, (x * keep).to(out_ptr.dtype.element_ty), mask=inside)

@@ -43,7 +43,7 @@ import triton.language as tl
 from electra_kernels.keyed_random import Purpose, drop_threshold
 from electra_kernels.operation_types import SITES, LayerDropout
 from electra_kernels.triton.arithmetic import cdf_and_density, gelu_slope, precise_inverse_root
-from electra_kernels.triton.philox import as_int32, four_way_bits
+from electra_kernels.triton.philox import as_int32, four_way_bits, load_key
 
 _H200_PROCESSORS = 132
 _RESIDENT_WARPS = 24  # of the backward kernel on one processor
@@ -71,14 +71,11 @@ def keep_scale(key_ptr, row_ptr, token, layer_quads, site_quads, limit, scale, s
         hidden: Columns of a token, a multiple of 4.
         BLOCK_H: A power of 2 and at least `hidden`.
     """
-    seed = tl.load(key_ptr)
-    seed_low = seed.to(tl.int32)
-    seed_high = (seed >> 32).to(tl.int32)
-    step = tl.load(key_ptr + 1).to(tl.int32)
+    seed, step = load_key(key_ptr)
     layer = tl.load(key_ptr + 2).to(tl.int32)
     row = tl.load(row_ptr + token // seq_len)
     first_quad = layer * layer_quads + site_quads + ((token % seq_len) * (hidden // 4)).to(tl.int32)
-    bits = four_way_bits(seed_low, seed_high, first_quad, row, step, _PURPOSE, BLOCK_H)
+    bits = four_way_bits(seed, first_quad, row, step, _PURPOSE, BLOCK_H)
     return tl.where(bits >= limit.to(tl.uint32, bitcast=True), scale, 0.0)
 
 

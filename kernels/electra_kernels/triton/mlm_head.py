@@ -88,12 +88,12 @@ def exponential(bits, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def gumbel_block(seed_low, seed_high, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
+def gumbel_block(seed, row, step, start, BLOCK: tl.constexpr, APPROXIMATE: tl.constexpr):
     """Return standard Gumbel noise for the tokens [start, start + BLOCK) of a row, fp32 [BLOCK].
 
-    It is a function of seed (its low and high 32 bits), step, row number and token. `start` is a multiple of 4.
+    It is a function of seed, step, row number and token. `start` is a multiple of 4.
     """
-    bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _PURPOSE, BLOCK)
+    bits = four_way_bits(seed, start // 4, row, step, _PURPOSE, BLOCK)
     return -noise_log(exponential(bits, APPROXIMATE), APPROXIMATE)
 
 
@@ -203,7 +203,7 @@ def row_kernel(
     m = tl.program_id(0).to(tl.int64)
     logits_ptr += m * stride
     row = tl.load(row_ptr + m)  # number within the global batch, a part of the noise's key
-    seed_low, seed_high, step = load_key(key_ptr)
+    seed, step = load_key(key_ptr)
     lane = tl.arange(0, BLOCK)
     target = tl.load(target_ptr + m).to(tl.int32)
     z_target, z_target_low = biased(tl.load(logits_ptr + target), tl.load(bias_ptr + target), PAIR)
@@ -219,7 +219,7 @@ def row_kernel(
         z = tl.load(logits_ptr + index, mask=index < WIDTH, other=float("-inf"))
         z, z_low = biased(z, tl.load(bias_ptr + index, mask=index < WIDTH, other=0.0), PAIR)
         top, top_index, total = add_to_sums(z, z_low, index, top, top_index, total)
-        noise = gumbel_block(seed_low, seed_high, row, step, start, BLOCK, APPROXIMATE)
+        noise = gumbel_block(seed, row, step, start, BLOCK, APPROXIMATE)
         candidate = z * inverse_temperature + noise
         if DISALLOW_CORRECT:
             candidate = tl.where(index == target, float("-inf"), candidate)

@@ -1,7 +1,7 @@
 """Draw keyed random bits (Philox4x32-10) inside Triton kernels, equal to those of `keyed_random.bits_grid`.
 
-Keyed means that the bits are a function of (seed, purpose, step, row, position), without any state. Seed (its low and
-high 32 bits) and step are int32 with the bits of the unsigned words; `load_key` reads them.
+Keyed means that the bits are a function of (seed, purpose, step, row, position), without any state. The seed is int64
+and the step int32, each with the bits of the unsigned word; `load_key` reads them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,13 +14,12 @@ _SIGN_BIT = 0x80000000  # of a 32-bit word
 
 
 @triton.jit
-def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl.constexpr):
+def four_way_bits(seed, first_quad, row, step, purpose, BLOCK: tl.constexpr):
     """Return 32 random bits for each of BLOCK neighbouring positions of a row, as uint32 [BLOCK].
 
     One call of Philox gives four numbers, those of the positions 4 * quad to 4 * quad + 3. `first_quad` is the first
-    position, divided by 4; BLOCK is a power of 2 and at least 4. The seed is given by its low and high 32 bits.
+    position, divided by 4; BLOCK is a power of 2 and at least 4.
     """
-    seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (first_quad + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = quad * 0
     step_word = step.to(tl.uint32, bitcast=True)
@@ -30,12 +29,11 @@ def four_way_bits(seed_low, seed_high, first_quad, row, step, purpose, BLOCK: tl
 
 
 @triton.jit
-def bits_at(seed_low, seed_high, position, row, step, purpose):
+def bits_at(seed, position, row, step, purpose):
     """Return 32 random bits for int32 positions of a row in any order, as uint32 of the positions' shape.
 
     Each position takes one call of Philox, which makes four numbers. For neighbours, `four_way_bits` is cheaper.
     """
-    seed = (seed_high.to(tl.int64) << 32) | (seed_low.to(tl.int64) & 0xFFFFFFFF)
     quad = (position // 4).to(tl.uint32)
     zero = quad * 0
     step_word = step.to(tl.uint32, bitcast=True)
@@ -46,10 +44,8 @@ def bits_at(seed_low, seed_high, position, row, step, purpose):
 
 @triton.jit
 def load_key(key_ptr):
-    """Load a key, two int64 (seed, step), from device memory; return the seed's low and high 32 bits, and the step."""
-    seed = tl.load(key_ptr)
-    step = tl.load(key_ptr + 1).to(tl.int32)
-    return seed.to(tl.int32), (seed >> 32).to(tl.int32), step
+    """Load a key, two int64, from device memory; return seed and step."""
+    return tl.load(key_ptr), tl.load(key_ptr + 1).to(tl.int32)
 
 
 def as_int32(word: int) -> int:

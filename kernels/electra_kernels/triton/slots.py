@@ -84,9 +84,9 @@ def mask_kernel(
     position = first + tl.arange(0, BLOCK_S)
     inside = position < seq_len
     ids = tl.load(ids_ptr + program_row * seq_len + position, mask=inside, other=pad)
-    seed_low, seed_high, step = load_key(key_ptr)
+    seed, step = load_key(key_ptr)
     row = tl.load(row_ptr + program_row)  # number within the global batch
-    bits = four_way_bits(seed_low, seed_high, first // 4, row, step, _POSITION_PURPOSE, BLOCK_S)
+    bits = four_way_bits(seed, first // 4, row, step, _POSITION_PURPOSE, BLOCK_S)
 
     # The slot of a position is the number of candidates whose random word is smaller.
     slot = tl.zeros((BLOCK_S,), tl.int32)
@@ -95,7 +95,7 @@ def mask_kernel(
     for start in range(0, seq_len, BLOCK_T):
         compared = start + tl.arange(0, BLOCK_T)
         compared_ids = tl.load(ids_ptr + program_row * seq_len + compared, mask=compared < seq_len, other=pad)
-        compared_bits = four_way_bits(seed_low, seed_high, start // 4, row, step, _POSITION_PURPOSE, BLOCK_T)
+        compared_bits = four_way_bits(seed, start // 4, row, step, _POSITION_PURPOSE, BLOCK_T)
         compares = is_candidate(compared_ids, pad, cls, sep, mask)
         real_count += (compared_ids != pad).to(tl.int32)
         candidate_count += compares.to(tl.int32)
@@ -109,7 +109,7 @@ def mask_kernel(
 
     # The ids that the generator reads.
     if SHOWS:
-        keep_bits = bits_at(seed_low, seed_high, slot, row, step, _KEEP_PURPOSE)
+        keep_bits = bits_at(seed, slot, row, step, _KEEP_PURPOSE)
         shows_mask = is_masked & (keep_bits <= last_shown.to(tl.uint32, bitcast=True))
         masked_ids = tl.where(shows_mask, mask.to(tl.int64), ids)
     else:
