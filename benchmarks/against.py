@@ -2,7 +2,6 @@
 
     python benchmarks/against.py COMMIT                      # all cases, five pairs each
     python benchmarks/against.py COMMIT step loader --save   # also writes benchmarks/results/against-YYYYMMDD.json
-    python benchmarks/against.py COMMIT loader --smoke       # the same code at toy sizes; the times mean nothing
 
 Each case of `against_cases.py` runs in turns in both trees, every time in a new process, so that other load on the
 machine affects both alike. A ratio is taken within each pair, and every second pair begins with the other tree; the
@@ -31,7 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from against_cases import CASES
-from measure import REPOSITORY, RESULTS, Json, format_summary, make_record, print_table, ratio, record_file, summary
+from measure import REPOSITORY, Json, format_summary, make_record, print_table, ratio, record_file, run_child
+from run import add_common_options
 
 PROGRAM = Path(__file__).parent / "against_cases.py"
 ON_THE_PATH = ("", "kernels", "launcher", "benchmarks", "tests")  # folders of a tree that hold modules
@@ -60,11 +60,7 @@ def measure_once(case: str, tree: Path, own: Path, smoke: bool) -> dict[str, flo
         "DS_ACCELERATOR": "cpu",
     }
     command = [sys.executable, "-P", str(PROGRAM), case, str(own), *["--smoke"] * smoke]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{case} in {tree} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(run_child(command, cwd=tree, env=environment).splitlines()[-1])
 
 
 def compare(case: str, before: Path, folder: Path, pairs: int, smoke: bool) -> Json:
@@ -92,19 +88,16 @@ def save(record: Json, folder: Path) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Compare this tree with the commit that the words name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--pairs", type=int, default=5, help="counted runs in each tree (%(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes, one pair")
-    parser.add_argument("--save", action="store_true", help="write the record as a dated JSON file")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (benchmarks/results)")
+    add_common_options(parser)
     arguments = parser.parse_args(words)
     if unknown := sorted(set(arguments.cases) - set(CASES)):
         parser.error(f"there is no case {', '.join(unknown)}; the cases are {', '.join(CASES)}")
     command = ["python", "benchmarks/against.py", arguments.commit, *arguments.cases, f"--pairs={arguments.pairs}"]
-    record = make_record("against", shlex.join(command), smoke=arguments.smoke)
+    record = make_record("against", shlex.join(command), arguments.smoke)
     resolve = ["git", "-C", str(REPOSITORY), "rev-parse", f"{arguments.commit}^{{commit}}"]
     record["before"] = subprocess.run(resolve, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     pairs = 1 if arguments.smoke else arguments.pairs
@@ -115,7 +108,7 @@ def main(words: Sequence[str]) -> None:
             record["cases"] |= found
             rows = []
             for what, times in found.items():
-                seconds = [format_summary(summary(times[tree]), ".3f") for tree in ("before", "after")]
+                seconds = [format_summary(times[tree], ".3f") for tree in ("before", "after")]
                 rows.append([what, *seconds, format_summary(times["ratio"])])
             print_table([case, "before, s", "after, s", "after / before"], rows)
             if arguments.save:

@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +31,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
-from measure import REPOSITORY, TOY, Found, Json, ResultLine, alternate, print_table
+from measure import REPOSITORY, TOY, Found, Json, ResultLine, alternate, print_table, timed
 
 from electra_dist.checkpoint.manifest import RunState
 from electra_dist.checkpoint.stored_copies import checkpoints
@@ -50,9 +50,7 @@ MOST = 1.5  # Largest allowed ratio of our stall to memcpy's time.
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch's threads (1); memcpy always uses one")
-    parser.add_argument(
-        "--config", default="configs/base_size.yaml", help="config of the model (default: %(default)s)"
-    )
+    parser.add_argument("--config", default="configs/base_size.yaml", help="config of the model (%(default)s)")
 
 
 class CheckpointBench:
@@ -88,36 +86,29 @@ class CheckpointBench:
     def ours(self) -> float:
         """Save with our writer; afterwards, wait until the checkpoint is committed."""
         self.state = self.state.model_copy(update={"step": self.state.step + 1})
-        begin = time.perf_counter()
-        self.writer.save(self.state, self.fragments)
-        stall_s = time.perf_counter() - begin
+        stall_s = timed(self.writer.save, self.state, self.fragments)
         self.writer.wait()
         return stall_s
 
-    def memcpy(self) -> float:
+    def memcpy(self) -> None:
         """Copy the state into our writer's host buffer, whose pages exist already, because `reserve` touched them."""
         assert self.writer._buffer is not None
-        begin = time.perf_counter()
         address = self.writer._buffer.data_ptr()
         for view in self.views:
             ctypes.memmove(address, view.data_ptr(), view.nbytes)
             address += view.nbytes
-        return time.perf_counter() - begin
 
     def deepspeed(self) -> float:
         """Save with DeepSpeed's `save_checkpoint`, whose messages go to stderr; delete the files afterwards."""
-        begin = time.perf_counter()
         with contextlib.redirect_stdout(sys.stderr):
-            self.engine.deepspeed.save_checkpoint(str(self.folder / "deepspeed"), tag="x")
-        elapsed = time.perf_counter() - begin
+            elapsed = timed(self.engine.deepspeed.save_checkpoint, str(self.folder / "deepspeed"), "x")
         shutil.rmtree(self.folder / "deepspeed")
         return elapsed
 
     def torch_save(self) -> float:
         """Save the same tensors with `torch.save`; delete the file afterwards."""
-        begin = time.perf_counter()
-        torch.save([fragment.views for fragment in self.fragments], self.folder / "torch.pt")
-        elapsed = time.perf_counter() - begin
+        views = [fragment.views for fragment in self.fragments]
+        elapsed = timed(torch.save, views, self.folder / "torch.pt")
         (self.folder / "torch.pt").unlink()
         return elapsed
 
@@ -139,29 +130,20 @@ def time_ways(bench: CheckpointBench, rounds: int) -> Json:
     """Save the state in each of the four ways, in turn; return way -> its seconds and their median."""
     ways = {
         "ours": bench.ours,
-        "memcpy": bench.memcpy,
+        "memcpy": functools.partial(timed, bench.memcpy),
         "DeepSpeed": bench.deepspeed,
         "torch.save": bench.torch_save,
     }
 
-    def synced(way: Callable[[], float]) -> Callable[[], float]:
-        def save() -> float:
-            stall_s = way()
-            os.sync()  # Pages that the kernel has not yet written would slow the next way.
-            return stall_s
+    def synced(way: Callable[[], float]) -> float:
+        stall_s = way()
+        os.sync()  # Pages that the kernel has not yet written would slow the next way.
+        return stall_s
 
-        return save
-
-    seconds = alternate({name: synced(way) for name, way in ways.items()}, rounds, warm_up=0)
+    seconds = alternate({name: functools.partial(synced, way) for name, way in ways.items()}, rounds, warm_up=0)
     committed_steps = [checkpoint.step for checkpoint in checkpoints([bench.store])]
     assert committed_steps == [rounds], f"the store has steps {committed_steps}, expected only step {rounds}"
-    return {
-        name: {
-            "seconds": [round(elapsed, 4) for elapsed in seconds[name]],
-            "median_s": statistics.median(seconds[name]),
-        }
-        for name in ways
-    }
+    return {name: {"seconds": times, "median_s": statistics.median(times)} for name, times in seconds.items()}
 
 
 def measure(arguments: argparse.Namespace) -> Found:

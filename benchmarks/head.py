@@ -5,22 +5,21 @@
 
 Guarantee: the exit code is 1 unless our peak is at most a third of eager torch's and the two losses agree to 1e-5
 (relative). Each head runs once, in a process of its own; its peak is the growth of the resident memory.
-
-Shapes: M masked rows, D features, V padded vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import torch
-import torch.nn.functional as F
-from electra_kernels.mlm_head import mlm_head_loss_and_sample
-from measure import Found, ResultLine, in_new_process, peak_memory
+from gpu_parts.operations import LARGE, head_operation
+from measure import Found, Json, ResultLine, environment, run_child
 
-VOCAB, PADDED = 30522, 30592
 MOST_MEMORY, MOST_DIFFERENCE = 1 / 3, 1e-5  # of eager's
 
 
@@ -29,38 +28,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=1024, help="features of a row (default: %(default)s)")
 
 
-def ours(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, target_M: torch.Tensor) -> torch.Tensor:
-    """Run our fused head, with samples; return the summed loss."""
-    row_M = torch.arange(len(x_MD))
-    weight_M = torch.ones(len(x_MD))
-    return mlm_head_loss_and_sample(
-        x_MD, table_VD, bias_V, target_M, weight_M, seed=1, step=2, row_M=row_M, vocab_size=VOCAB
-    ).loss_sum
-
-
-def eager(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor, target_M: torch.Tensor) -> torch.Tensor:
-    """Run the head in plain torch, with Gumbel-max samples; return the summed loss."""
-    logits_MV = x_MD @ table_VD[:VOCAB].t() + bias_V
-    loss = F.cross_entropy(logits_MV, target_M, reduction="sum")
-    noise_MV = -torch.log(-torch.log(torch.rand_like(logits_MV) + 1e-9) + 1e-9)  # As in Google's code.
-    (logits_MV.detach() + noise_MV).argmax(1)
-    return loss
-
-
 def measure_head(name: str, num_rows: int, width: int) -> dict[str, float]:
     """Run one head forward and backward once in this process; return `loss`, `seconds` and `extra_peak_bytes`."""
-    head = {"ours": ours, "eager": eager}[name]
-    generator = torch.Generator().manual_seed(0)
-    x_MD = torch.randn(num_rows, width, generator=generator).requires_grad_()
-    table_VD = (torch.randn(PADDED, width, generator=generator) * width**-0.5).requires_grad_()
-    bias_V = torch.zeros(VOCAB, requires_grad=True)
-    target_M = torch.randint(VOCAB, (num_rows,), generator=generator)
+    torch.manual_seed(0)
+    head = head_operation("head", LARGE._replace(embedding=width), num_rows, "cpu", torch.float32)
     before = psutil.Process().memory_info().rss
     started = time.perf_counter()
-    loss = head(x_MD, table_VD, bias_V, target_M)
+    loss = head.ours(head.inputs, "auto") if name == "ours" else head.rivals[name](head.inputs)
     loss.backward()
     elapsed = time.perf_counter() - started
-    return {"loss": loss.item(), "extra_peak_bytes": peak_memory() - before, "seconds": elapsed}
+    # `ru_maxrss` would include the memory of the process that started this one.
+    peak_kib = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
+    return {"loss": loss.item(), "extra_peak_bytes": 1024 * int(peak_kib) - before, "seconds": elapsed}
+
+
+def in_new_process(name: str, num_rows: int, width: int) -> Json:
+    """Return what `measure_head` finds in a process of its own."""
+    code = f"import json, head; print(json.dumps(head.measure_head({name!r}, {num_rows}, {width})))"
+    return json.loads(run_child([sys.executable, "-c", code], env=environment()).splitlines()[-1])
 
 
 def measure(arguments: argparse.Namespace) -> Found:
@@ -68,11 +53,11 @@ def measure(arguments: argparse.Namespace) -> Found:
     if arguments.smoke:
         # With fewer rows, the memory that the process uses for other things would hide the head's.
         num_rows, width = 2048, 32
-    heads = {name: in_new_process("head", "measure_head", name, num_rows, width) for name in ("ours", "eager")}
+    heads = {name: in_new_process(name, num_rows, width) for name in ("ours", "eager")}
     memory, time_ratio = (heads["ours"][key] / heads["eager"][key] for key in ("extra_peak_bytes", "seconds"))
     loss_error = abs(heads["ours"]["loss"] / heads["eager"]["loss"] - 1)
     threads = torch.get_num_threads()
-    print(f"{num_rows} rows x {width}, vocabulary {VOCAB}, fp32, {threads} CPU thread(s)")
+    print(f"{num_rows} rows x {width}, vocabulary {LARGE.vocab}, fp32, {threads} CPU thread(s)")
     for name, head in heads.items():
         gigabytes = head["extra_peak_bytes"] / 1e9
         print(f"{name:<6} extra peak {gigabytes:6.2f} GB   {head['seconds']:7.1f} s   loss {head['loss']:.2f}")
@@ -82,11 +67,11 @@ def measure(arguments: argparse.Namespace) -> Found:
     if memory > MOST_MEMORY or loss_error > MOST_DIFFERENCE:
         fault = f"the head exceeds a limit: {limits}; look for the cause in kernels/electra_kernels/mlm_head.py"
     line = ResultLine(
-        f"generator head, {num_rows:,} masked rows x {width}, vocabulary {VOCAB:,}, fp32",
+        f"generator head, {num_rows:,} masked rows x {width}, vocabulary {LARGE.vocab:,}, fp32",
         f"{heads['ours']['extra_peak_bytes'] / 1e9:.2f} GB at its peak",
         f"{memory:.3f} of plain PyTorch's memory, {time_ratio:.2f} of its time",
     )
-    sizes = {"threads": threads, "rows": num_rows, "width": width, "vocab": VOCAB}
+    sizes = {"threads": threads, "rows": num_rows, "width": width, "vocab": LARGE.vocab}
     return Found(
         [line], sizes | {"heads": heads, "memory_ratio": memory, "loss_relative_difference": loss_error}, fault
     )

@@ -2,8 +2,8 @@
 
 ElectraForMaskedLM and ElectraForPreTraining share their embeddings and start from our weights. The masks are computed
 by our code, so both sides learn from the same slots. Samples are drawn by Gumbel-max over the generator's logits, as
-Google's code does. The losses are cross-entropy over the slots and binary cross-entropy over all real tokens; the
-caller weights and adds them. The generator is used in one of two ways:
+Google's code does. The losses are cross-entropy over the slots and binary cross-entropy over all real tokens. The
+generator is used in one of two ways:
 
     as published   its module computes logits at every position, and the slots are taken from these
     gathered       the slots are taken from its encoder's states, and only they go through its head, as a user would
@@ -14,25 +14,19 @@ Shapes: B rows, S tokens, N slots (masked positions) per row, M = B * N, V entri
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import torch
 import torch.nn.functional as F
 import transformers
 from electra_kernels.operation_types import SpecialIds
 
-from electra_dist.config import ModelConfig, ObjectiveConfig
+from electra_dist.config import ObjectiveConfig
 from electra_dist.model.attention import RowLayout, attention_bias, derive
 from electra_dist.model.towers import ElectraTowers
 from electra_dist.objectives.masking import Masking, mask_rows
 from electra_dist.pretrained.hf import to_hf
-
-
-class Losses(NamedTuple):
-    """Both losses of one joint forward, as scalar tensors with gradients."""
-
-    mlm: torch.Tensor  # Mean over the filled slots.
-    rtd: torch.Tensor  # Mean over the real tokens.
+from electra_dist.pretrained.hf_settings import hf_config
 
 
 class HuggingFace(torch.nn.Module):
@@ -54,8 +48,9 @@ class HuggingFace(torch.nn.Module):
         self.special = special
         self.gathered = gathered
         self.packed = packed
-        self.generator = transformers.ElectraForMaskedLM(_electra_config(model, "generator", special))
-        self.discriminator = transformers.ElectraForPreTraining(_electra_config(model, "discriminator", special))
+        config = functools.partial(hf_config, model, special=special, architecture="Electra")
+        self.generator = transformers.ElectraForMaskedLM(transformers.ElectraConfig(**config("generator")))
+        self.discriminator = transformers.ElectraForPreTraining(transformers.ElectraConfig(**config("discriminator")))
         state = towers.state_dict()
         # Not strict: the output table is tied to the embeddings and therefore absent from the state.
         self.generator.load_state_dict(to_hf(state, model, "generator"), strict=False)
@@ -64,8 +59,11 @@ class HuggingFace(torch.nn.Module):
 
     def forward(
         self, ids_BS: torch.Tensor, row_B: torch.Tensor, step: int, seed: int, sampled_M: torch.Tensor | None = None
-    ) -> Losses:
-        """Return both losses; `row_B`, `step` and `seed` key the masks, and `sampled_M` replaces the samples."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the loss to minimise, the mean MLM loss over the filled slots, and the mean RTD loss over tokens.
+
+        `row_B`, `step` and `seed` key the masks, and `sampled_M` replaces the samples.
+        """
         layout = derive(ids_BS, self.special)
         masking = mask_rows(ids_BS, self.special, self.objective, seed, step, row_B)
         inputs = self._inputs(layout)
@@ -84,7 +82,7 @@ class HuggingFace(torch.nn.Module):
         label_BS = (corrupted_BS != ids_BS).float()
         loss_BS = F.binary_cross_entropy_with_logits(logit_BS, label_BS, reduction="none")
         rtd = (loss_BS * layout.is_real_BS).sum() / layout.is_real_BS.sum()
-        return Losses(mlm, rtd)
+        return self.objective.mlm_weight * mlm + self.objective.rtd_weight * rtd, mlm, rtd
 
     def _inputs(self, layout: RowLayout) -> dict[str, torch.Tensor]:
         """Return the arguments of both modules in addition to the token ids."""
@@ -104,20 +102,3 @@ class HuggingFace(torch.nn.Module):
         hidden_BSH = self.generator.base_model(input_ids=masking.input_BS, **inputs).last_hidden_state
         hidden_MH = hidden_BSH.gather(1, position_BN.expand(-1, -1, hidden_BSH.shape[-1])).flatten(0, 1)
         return self.generator.generator_lm_head(self.generator.generator_predictions(hidden_MH))
-
-
-def _electra_config(model: ModelConfig, tower: str, special: SpecialIds) -> transformers.ElectraConfig:
-    shape = getattr(model, tower)
-    return transformers.ElectraConfig(
-        vocab_size=model.vocab_size,
-        embedding_size=model.embedding_size,
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        intermediate_size=shape.intermediate_size,
-        max_position_embeddings=model.max_positions,
-        hidden_dropout_prob=model.hidden_dropout,
-        attention_probs_dropout_prob=model.attention_dropout,
-        layer_norm_eps=model.layer_norm_eps,
-        pad_token_id=special.pad,
-    )

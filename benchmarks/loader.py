@@ -1,7 +1,5 @@
 """How fast is the data loader, beside three libraries, and how soon does it give its first batch?
 
-    python benchmarks/run.py loader
-
 It measures the rate of each reader over one shuffled epoch of the same rows of 512 tokens, by the CPU time of all
 threads of the process. The readers take turns, each in its own format and its fastest way:
 
@@ -25,8 +23,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
+import itertools
+import statistics
 import sys
 import tempfile
 import time
@@ -36,8 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from measure import Found, Json, ResultLine, alternate, format_summary, print_table, ratio, summary
-from random_corpus import write_corpus
+from measure import Found, Json, ResultLine, alternate, format_summary, print_table, ratio, write_corpus
 
 from electra_dist.data.corpora import Corpora
 from electra_dist.data.loader import RowLoader
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", type=int, default=3, help="shards of 16.8 MB that the readers read (3)")
 
 
-def digest(batches: Iterator[np.ndarray]) -> tuple[int, int]:
+def digest(batches: Batches) -> tuple[int, int]:
     """Return the number of rows, and a checksum that does not depend on the order of the rows.
 
     It changes if tokens change places within a row, or if a row is lost, repeated or replaced.
@@ -81,27 +81,27 @@ def compare(store: Store, folder: Path, rounds: int) -> Json:
     """Time an epoch of each usable reader, the readers in turn; return times, rates, rows and digest by reader."""
     readers = {name: reader for name, reader in READERS.items() if is_usable(reader)}
     for name, reader in readers.items():
-        reader.write(store, folder / name)
-    read = {name: digest(reader.read(store, folder / name)) for name, reader in readers.items()}
+        if reader.write is not None:
+            reader.write(store, folder / name)
+    epochs = {name: functools.partial(reader.read, store, folder / name) for name, reader in readers.items()}
+    read = {name: digest(read_epoch()) for name, read_epoch in epochs.items()}
     if len(set(read.values())) > 1:
         sys.exit(f"the readers do not give the same rows (number, digest): {read}; correct the reader that differs")
 
-    def timed_epoch(name: str, reader: Reader) -> Callable[[], float]:
-        def read_epoch() -> float:
-            begin = time.process_time()
-            for _ in reader.read(store, folder / name):
-                pass
-            return time.process_time() - begin
+    def cpu_seconds(read_epoch: Callable[[], Batches]) -> float:
+        begin = time.process_time()
+        for _ in read_epoch():
+            pass
+        return time.process_time() - begin
 
-        return read_epoch
-
-    cpu_s = alternate({name: timed_epoch(name, reader) for name, reader in readers.items()}, rounds, warm_up=0)
+    ways = {name: functools.partial(cpu_seconds, read_epoch) for name, read_epoch in epochs.items()}
+    cpu_s = alternate(ways, rounds, warm_up=0)
     num_rows = read["ours"][0]
     return {
         name: {
             "cpu_s": cpu_s[name],
-            "cpu_us_per_row": 1e6 * summary(cpu_s[name])["median"] / num_rows,
-            "rows_per_core_s": num_rows / summary(cpu_s[name])["median"],
+            "cpu_us_per_row": 1e6 * statistics.median(cpu_s[name]) / num_rows,
+            "rows_per_core_s": num_rows / statistics.median(cpu_s[name]),
             "ratio": ratio(cpu_s[name], cpu_s["ours"]),
             "rows": read[name][0],
             "digest": read[name][1],
@@ -112,22 +112,17 @@ def compare(store: Store, folder: Path, rounds: int) -> Json:
 
 def report_rates(found: Json) -> ResultLine:
     """Print the table of the readers' rates; return its row for docs/results.md."""
-    rows = [
-        [
-            name,
-            f"{reader['rows_per_core_s']:,.0f}",
-            f"{reader['cpu_us_per_row']:.1f}",
-            format_summary(reader["ratio"]),
-        ]
-        for name, reader in found.items()
-    ]
-    missing = [name for name in READERS if name not in found]
-    rows += [[name, "not importable", "", ""] for name in missing]
+    rows, rivals = [], []
+    for name, reader in found.items():
+        rate, us = f"{reader['rows_per_core_s']:,.0f}", f"{reader['cpu_us_per_row']:.1f}"
+        rows.append([name, rate, us, format_summary(reader["ratio"])])
+        rivals.append(f"{reader['ratio']['median']:.1f} x {name}")
+    for name in (name for name in READERS if name not in found):
+        rows.append([name, "not importable", "", ""])
+        rivals.append(f"{name} not importable")
     print_table(["", "rows / s core", "CPU us a row", "CPU / ours"], rows)
-    rivals = [f"{reader['ratio']['median']:.1f} x {name}" for name, reader in found.items() if name != "ours"]
-    rivals += [f"{name} not importable" for name in missing]
     value = f"{found['ours']['rows_per_core_s']:,.0f} rows/s a core"
-    return ResultLine(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals))
+    return ResultLine(f"loader, shuffled rows of 512 in batches of {BATCH}, warm", value, ", ".join(rivals[1:]))
 
 
 def first_batches(store: Store, folder: Path) -> list[Json]:
@@ -176,17 +171,25 @@ class Reader(NamedTuple):
 
     package: str  # Distribution whose version the record names.
     module: str  # Module that must be importable.
-    write: Callable[[Store, Path], None]  # (corpus, folder): writes the data set into the folder, which is new.
+    # (corpus, folder): writes the data set into the folder, which is new; None: it reads the corpus's own shards.
+    write: Callable[[Store, Path], None] | None
     read: Callable[[Store, Path], Batches]  # (corpus, folder): yields one shuffled epoch, [BATCH, seq_len] integers.
 
 
 @contextlib.contextmanager
 def our_loader(
-    store: Store, folder: Path, batch: int, num_ranks: int = 1, epochs: float = 0.0
+    store: Store,
+    folder: Path,
+    batch: int,
+    num_ranks: int = 1,
+    epochs: float = 0.0,
+    window: int = WINDOW_SHARDS,
+    limit_bytes: int | None = None,
 ) -> Iterator[tuple[RowLoader, RowOrder]]:
     """Open a corpus as rank 0 of a run that has read `epochs` of it; yield its loader and the order of its rows."""
-    with contextlib.closing(ShardCache(Corpora.of(store, read_manifest(store)), folder)) as cache:
-        order = RowOrder([CorpusOrder([shard.entry.rows for shard in cache.corpora.shards], 42, WINDOW_SHARDS)])
+    corpora = Corpora.of(store, read_manifest(store))
+    with contextlib.closing(ShardCache(corpora, folder, limit_bytes=limit_bytes)) as cache:
+        order = RowOrder([CorpusOrder([shard.entry.rows for shard in corpora.shards], 42, window)])
         start_step = int(epochs * order.num_rows) // batch
         with contextlib.closing(RowLoader(cache, order, batch, 0, num_ranks, start_step=start_step)) as loader:
             yield loader, order
@@ -212,10 +215,6 @@ def _rows(store: Store) -> Iterator[np.ndarray]:
         shard.close()
 
 
-def _nothing(store: Store, folder: Path) -> None:
-    """Write nothing, for a reader of the corpus's own shards."""
-
-
 def _read_ours(store: Store, folder: Path) -> Batches:
     """Yield one epoch through our `RowLoader`, as rank 0 of 1; an incomplete last batch is left out."""
     with our_loader(store, folder, BATCH) as (loader, order):
@@ -235,28 +234,20 @@ def _write_webdataset(store: Store, folder: Path) -> None:
 
 
 def _read_webdataset(store: Store, folder: Path) -> Batches:
-    """Return the batches of one shuffled epoch over tar files with one row per sample."""
-
-    def rows(samples: Iterator[dict[str, Any]]) -> Iterator[np.ndarray]:
-        for sample in samples:
-            yield np.load(io.BytesIO(sample["npy"]))
-
-    return _webdataset(sorted(map(str, folder.glob("*.tar"))), rows)
+    return _webdataset(sorted(map(str, folder.glob("*.tar"))), "npy")
 
 
 def _read_webdataset_blocks(store: Store, folder: Path) -> Batches:
-    """Return the batches of one shuffled epoch over our shards, whose samples are blocks of many rows."""
+    return _webdataset([str(store.local_path(entry.name)) for entry in read_manifest(store).shards], "rows.npy")
+
+
+def _webdataset(paths: list[str], key: str) -> Batches:
+    """Return the batches of a webdataset pipeline; a sample has one row or a block of rows as its file `key`."""
+    import webdataset
 
     def rows(samples: Iterator[dict[str, Any]]) -> Iterator[np.ndarray]:
         for sample in samples:
-            yield from np.load(io.BytesIO(sample["rows.npy"]))
-
-    return _webdataset([str(store.local_path(entry.name)) for entry in read_manifest(store).shards], rows)
-
-
-def _webdataset(paths: list[str], rows: Callable[[Iterator[dict[str, Any]]], Iterator[np.ndarray]]) -> Batches:
-    """Return the batches of a webdataset pipeline; `rows` turns the samples of a tar file into rows, [S] each."""
-    import webdataset
+            yield from np.atleast_2d(np.load(io.BytesIO(sample[key])))
 
     return iter(
         webdataset.DataPipeline(
@@ -282,12 +273,11 @@ def _write_streaming(store: Store, folder: Path) -> None:
 
 
 def _read_streaming(store: Store, folder: Path) -> Batches:
-    """Return the batches of one shuffled epoch of mosaicml-streaming, after removing stale shared memory."""
     from streaming import StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
     from torch.utils.data import DataLoader
 
-    clean_stale_shared_memory()
+    clean_stale_shared_memory()  # Of a run that was killed.
     dataset = StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH)
     return iter(DataLoader(dataset, BATCH, collate_fn=lambda samples: np.stack([sample["ids"] for sample in samples])))
 
@@ -300,17 +290,14 @@ def _write_litdata(store: Store, folder: Path) -> None:
 
     seq_len = read_manifest(store).seq_len
     cache = Cache(str(folder), chunk_bytes=1 << 24, item_loader=TokensLoader(seq_len))
-    number = 0
-    for block in _rows(store):
-        for row in torch.from_numpy(block):
-            cache._add_item(number, row)
-            number += 1
+    rows = itertools.chain.from_iterable(torch.from_numpy(block) for block in _rows(store))
+    for number, row in enumerate(rows):
+        cache._add_item(number, row)
     cache.done()
     cache.merge()
 
 
 def _read_litdata(store: Store, folder: Path) -> Batches:
-    """Return the batches of one shuffled epoch of litdata."""
     import litdata
     from litdata.streaming.item_loader import TokensLoader
 
@@ -320,9 +307,9 @@ def _read_litdata(store: Store, folder: Path) -> Batches:
 
 
 READERS = {
-    "ours": Reader("electra-dist", "electra_dist", _nothing, _read_ours),
+    "ours": Reader("electra-dist", "electra_dist", None, _read_ours),
     "webdataset": Reader("webdataset", "webdataset", _write_webdataset, _read_webdataset),
-    "webdataset, blocks": Reader("webdataset", "webdataset", _nothing, _read_webdataset_blocks),
+    "webdataset, blocks": Reader("webdataset", "webdataset", None, _read_webdataset_blocks),
     "mosaicml-streaming": Reader("mosaicml-streaming", "streaming", _write_streaming, _read_streaming),
     "litdata": Reader("litdata", "litdata", _write_litdata, _read_litdata),
 }

@@ -1,4 +1,4 @@
-"""Tools of the benchmarks: timing in turns, ratios, printed tables, and the record of a run.
+"""Tools of the benchmarks: timing in turns, ratios, printed tables, the record of a run, and random corpora.
 
 Guarantee: the ways that a benchmark compares take turns, round after round, so that other load on the machine affects
 all of them alike. A ratio is taken within each round; its median and its extremes over the rounds are reported.
@@ -9,20 +9,30 @@ A benchmark is a module of this folder with a function `measure(arguments) -> Fo
 
 from __future__ import annotations
 
-import json
+import contextlib
+import hashlib
+import io
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from electra_dist.config import Config
+from electra_dist.config.load import load_config
+from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
+from electra_dist.data.shard import write_shard
 from electra_dist.run.environment_record import commit, cpu, versions
+from electra_dist.store.interface import Store
+from electra_dist.store.open_store import open_store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -43,14 +53,13 @@ class ResultLine(NamedTuple):
     ratio: str  # Comparison with the rivals; empty if there is none.
 
 
-@dataclass
-class Found:
+class Found(NamedTuple):
     """Result of a benchmark."""
 
     lines: list[ResultLine]
     measured: Json  # The record has these keys, too; JSON values.
     fault: str = ""  # What exceeds a limit that the benchmark guarantees; the program then ends with exit code 1.
-    packages: Sequence[str] = field(default=())  # Rivals whose versions the record names.
+    packages: Sequence[str] = ()  # Rivals whose versions the record names.
 
 
 def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
@@ -79,30 +88,40 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     return summary([numerator / denominator for numerator, denominator in zip(over, under, strict=True)])
 
 
-def format_summary(found: Mapping[str, float], form: str = ".2f") -> str:
-    """Format a `summary` as "median (least to most)", each number by the format `form`."""
+def format_summary(found: Mapping[str, float] | Sequence[float], form: str = ".2f") -> str:
+    """Format a `summary`, or that of samples, as "median (least to most)", each number by the format `form`."""
+    if not isinstance(found, Mapping):
+        found = summary(found)
     return f"{found['median']:{form}} ({found['least']:{form}} to {found['most']:{form}})"
 
 
-def in_new_process(module: str, function: str, *arguments: Any) -> Any:
-    """Call a function of a benchmark's module in a new Python process; return its result.
+def small_config(smoke: bool) -> Config:
+    """Return the config of ELECTRA-Small; for the smoke run a toy with short rows and a small vocabulary."""
+    toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"]
+    return load_config(REPOSITORY / "configs/small.yaml", toy if smoke else [])
 
-    Arguments are written by `repr`, and the result must be a JSON value.
-    """
-    code = f"import json, {module}; print(json.dumps({module}.{function}(*{arguments!r})))"
-    search_path = [str(Path(__file__).parent), str(REPOSITORY), *sys.path]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+def timed(call: Callable[..., object], *arguments: Any) -> float:
+    """Return the seconds that a call takes."""
+    begin = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begin
+
+
+def run_child(command: Sequence[str], *, cwd: Path = REPOSITORY, **options: Any) -> str:
+    """Run a command with options of `subprocess.run`, and return its stdout; end this program if it fails."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, **options)
     if done.returncode:
-        sys.exit(f"{module}.{function}{arguments} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        sys.exit(
+            f"{shlex.join(command)} ended with exit code {done.returncode}; correct what its output reports:\n"
+            f"{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        )
+    return done.stdout
 
 
-def peak_memory() -> int:
-    """Return the peak of this process's resident memory, in bytes; `ru_maxrss` would include its parent's."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+def environment() -> dict[str, str]:
+    """Return the environment variables with which a new Python process imports what this one can import."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def hardware() -> str:
@@ -113,24 +132,22 @@ def hardware() -> str:
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
     """Return the version of each distribution by name; "not installed" where it is missing."""
-    version_by_name = {}
+    version_by_name = dict.fromkeys(packages, "not installed")
     for package in packages:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             version_by_name[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            version_by_name[package] = "not installed"
     return version_by_name
 
 
-def make_record(name: str, command: str, *, smoke: bool = False) -> Json:
-    """Return what the record of every benchmark begins with, such as its date, command and versions."""
+def make_record(name: str, command: str, smoke: bool, gpu: str = "") -> Json:
+    """Return what the record of every benchmark begins with; its hardware is `gpu`, or else processor and memory."""
     return {
         "benchmark": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "commit": commit(),
         "smoke": smoke,
-        "hardware": hardware(),
+        "hardware": gpu or hardware(),
         "versions": versions(),
     }
 
@@ -138,12 +155,6 @@ def make_record(name: str, command: str, *, smoke: bool = False) -> Json:
 def record_file(record: Json, folder: Path) -> Path:
     """Return the file of a record: FOLDER/NAME-YYYYMMDD.json (UTC)."""
     return folder / f"{record['benchmark']}-{record['date'][:10].replace('-', '')}.json"
-
-
-def between_markers(text: str, begin: str, end: str, content: str) -> str:
-    """Return the page `text` with `content` between two markers; ValueError if one is missing."""
-    first = text.index(begin) + len(begin)
-    return f"{text[:first]}\n{content}\n{text[text.index(end) :]}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -154,3 +165,44 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         label = line[0].ljust(widths[0])
         figures = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
         print("  ".join([label, *figures]).rstrip(), flush=True)
+
+
+def write_corpus(
+    folder: Path,
+    num_shards: int,
+    rows_per_shard: int,
+    num_distinct: int,
+    *,
+    seq_len: int = 512,
+    vocab_size: int = 30_522,
+) -> Store:
+    """Write a corpus of random token ids to a folder and return its open store.
+
+    `num_distinct` shards are written, and the others are hard links to them. Each is opened, hashed and mapped like
+    any other shard, and the 66 GB of a full corpus need not be written. The first five ids are the special tokens,
+    which do not occur.
+    """
+    store = open_store(str(folder))
+    rng = np.random.default_rng(0)
+    entries: list[ShardEntry] = []
+    for number in range(num_shards):
+        name = f"shard-{number:06d}.tar"
+        if number >= num_distinct:
+            original = entries[number % num_distinct]
+            os.link(folder / original.name, folder / name)
+            entries.append(original.model_copy(update={"name": name}))
+            continue
+        file = io.BytesIO()
+        write_shard(file, rng.integers(5, vocab_size, (rows_per_shard, seq_len), dtype=np.uint16), 1024)
+        data = file.getvalue()
+        store.write(name, data)
+        digest = hashlib.sha256(data).hexdigest()
+        tokens = rows_per_shard * seq_len
+        entries.append(ShardEntry(name=name, rows=rows_per_shard, tokens=tokens, bytes=len(data), sha256=digest))
+    special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+    vocab = "".join(f"{token}\n" for token in [*special, *range(5, vocab_size)]).encode()
+    store.write("vocab.txt", vocab)
+    digest = hashlib.sha256(vocab).hexdigest()
+    tokenizer = TokenizerEntry(sha256=digest, vocab_size=vocab_size, lowercase=True, special=special)
+    write_manifest(store, CorpusManifest(seq_len=seq_len, dtype="uint16", tokenizer=tokenizer, shards=tuple(entries)))
+    return store

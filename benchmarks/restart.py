@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -23,10 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from measure import REPOSITORY, TOY, Found, Json, ResultLine, format_summary, print_table, ratio, summary
-from random_corpus import write_corpus
+from measure import Found, Json, ResultLine, format_summary, print_table, ratio, run_child, small_config, write_corpus
 
-from electra_dist.config.load import load_config
 from electra_dist.run import history
 from electra_dist.run.ledger import read_ledger
 
@@ -36,16 +34,9 @@ SAVED, LAST = 2, 4  # The steps after which the run saves. The resume starts fro
 
 
 def run(launcher: Sequence[str], *words: object) -> tuple[float, str]:
-    """Run a command of at most 600 s; return the Unix time at which it started, and its stdout. End if it fails."""
-    command = [*launcher, *map(str, words)]
+    """Run a command of at most 600 s; return the Unix time at which it started, and its stdout."""
     begin = time.time()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPOSITORY)
-    if done.returncode:
-        sys.exit(
-            f"{' '.join(map(str, words))} exited with code {done.returncode}; correct what its output reports:\n"
-            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
-    return begin, done.stdout
+    return begin, run_child([*launcher, *map(str, words)], timeout=600)
 
 
 def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
@@ -54,13 +45,8 @@ def ours(launcher: Sequence[str], config: Path, run_dir: Path) -> Json:
     Checkpoints later than the one of step `SAVED` are deleted, so that the next start resumes from that step.
     """
     begin, _ = run(launcher, "launcher/pretrain.py", "--config", config)
-    ledger = read_ledger(run_dir)
-    start = history.starts(ledger)[-1]
-    seconds = {
-        "build": start.setup["build"],
-        "restore": start.setup["restore"],
-        "first step": start.spent["first"],
-    }
+    start = history.starts(read_ledger(run_dir))[-1]
+    seconds = {part: start.setup[part] for part in ("build", "restore")} | {"first step": start.spent["first"]}
     ready = start.events[0].unix_s - begin
     # Launch and import are one part, because the time between them, the process's start, is known only to a second.
     seconds["launch and import"] = ready - seconds["build"] - seconds["restore"]
@@ -80,8 +66,7 @@ def theirs(launcher: Sequence[str], config: Path, folder: Path) -> Json:
 
 def write_config(folder: Path, smoke: bool) -> Path:
     """Write a random corpus and the config of a run of `LAST` steps on it; return the config's path."""
-    toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if smoke else []
-    small = load_config(REPOSITORY / "configs/small.yaml", toy)
+    small = small_config(smoke)
     write_corpus(folder / "corpus", 2, 512, 2, seq_len=small.data.seq_len, vocab_size=small.model.vocab_size)
     tree = small.model_dump(mode="json")
     tree["run_dir"] = str(folder / "run")
@@ -120,11 +105,11 @@ def measure(arguments: argparse.Namespace) -> Found:
         totals = {who: [start["total_s"] for start in starts] for who, starts in by.items()}
         rows = []
         for who, starts in by.items():
-            parts = [summary([start["seconds"][part] for start in starts])["median"] for part in PARTS]
+            parts = [statistics.median(start["seconds"][part] for start in starts) for part in PARTS]
             over = format_summary(ratio(totals[who], totals["ours"]))
-            rows.append([who, format_summary(summary(totals[who])), *(f"{part:.2f}" for part in parts), over])
+            rows.append([who, format_summary(totals[who]), *(f"{part:.2f}" for part in parts), over])
         print_table([kind, "seconds", *PARTS, "/ ours"], rows)
-        value = f"{summary(totals['ours'])['median']:.1f} s"
+        value = f"{statistics.median(totals['ours']):.1f} s"
         times = f"{ratio(totals['ours'], totals['DeepSpeed'])['median']:.2f} of a plain DeepSpeed script's"
         lines.append(ResultLine(f"command to first step done, {kind}, {facts}", value, times))
     return Found(lines, {"starts": found})

@@ -37,12 +37,8 @@ def main() -> None:
     config = load_config(arguments.config, [])
     init_distributed()
     special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-    engine = Engine(
-        build_objective(config.model, config.objective, special, config.seed),
-        config.train,
-        config.engine,
-        config.optimizer,
-    )
+    module = build_objective(config.model, config.objective, special, config.seed)
+    engine = Engine(module, config.train, config.engine, config.optimizer)
     times.append(time.time())
     has_checkpoint = (arguments.folder / "latest").exists()
     if has_checkpoint:

@@ -2,7 +2,6 @@
 
     python benchmarks/run.py --list               # the names, each with its question
     python benchmarks/run.py head step            # one after another; prints tables and writes nothing
-    python benchmarks/run.py step --help          # options of one benchmark
     python benchmarks/run.py step head --save     # also writes benchmarks/results/NAME-YYYYMMDD.json and the table
     python benchmarks/run.py step --smoke         # the same code at toy sizes in seconds; the times mean nothing
 
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measure import REPOSITORY, RESULTS, Json, between_markers, installed, make_record, record_file
+from measure import REPOSITORY, RESULTS, Json, installed, make_record, record_file
 
 BENCHMARKS = ("step", "head", "loader", "shard_cache", "corpus_builder", "checkpoint", "restart")
 PAGE = REPOSITORY / "docs" / "results.md"
@@ -46,21 +45,19 @@ def parse(name: str, module: Any, words: Sequence[str]) -> argparse.Namespace:
         prog=f"run.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if hasattr(module, "ROUNDS"):
-        parser.add_argument("--rounds", type=int, help=f"timed rounds, each with every way once ({module.ROUNDS})")
+        rounds = 1 if "--smoke" in words else module.ROUNDS
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds, with every way once ({rounds})")
     if hasattr(module, "add_options"):
         module.add_options(parser)
     add_common_options(parser)
-    arguments = parser.parse_args(words)
-    if hasattr(module, "ROUNDS") and arguments.rounds is None:
-        arguments.rounds = 1 if arguments.smoke else module.ROUNDS
-    return arguments
+    return parser.parse_args(words)
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every benchmark has."""
     parser.add_argument("--smoke", action="store_true", help="run the same code at toy sizes in seconds")
     parser.add_argument(
-        "--save", action="store_true", help="write the record as a dated JSON file, and the table of docs/results.md"
+        "--save", action="store_true", help="write the record as a dated JSON file; run.py also writes docs/results.md"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (benchmarks/results)")
 
@@ -70,7 +67,7 @@ def run(name: str, words: Sequence[str]) -> int:
     module = importlib.import_module(name)
     arguments = parse(name, module, words)
     given = [word for word in words if word not in ("--save", "--results", str(arguments.results))]
-    record = make_record(name, shlex.join(["python", "benchmarks/run.py", name, *given]), smoke=arguments.smoke)
+    record = make_record(name, shlex.join(["python", "benchmarks/run.py", name, *given]), arguments.smoke)
     found = module.measure(arguments)
     if found.packages:
         record["packages"] = installed(found.packages)
@@ -88,7 +85,9 @@ def run(name: str, words: Sequence[str]) -> int:
 
 def write_table(folder: Path = RESULTS, page: Path = PAGE) -> None:
     """Write the rows of the newest records between the two markers of the page."""
-    page.write_text(between_markers(page.read_text(), BEGIN, END, table(newest(folder))))
+    text = page.read_text()
+    first = text.index(BEGIN) + len(BEGIN)
+    page.write_text(f"{text[:first]}\n{table(newest(folder))}\n{text[text.index(END) :]}")
 
 
 def newest(folder: Path) -> list[Json]:

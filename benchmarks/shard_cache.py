@@ -1,7 +1,5 @@
 """What does a small cache of shards fetch again in each epoch?
 
-    python benchmarks/run.py shard_cache
-
 It measures the share of the corpus that one node fetches in each epoch after the first, beside a simulated cache that
 deletes the least recently used shard.
 
@@ -12,41 +10,34 @@ differs. Fetches are counted where they leave the store, a local folder.
 from __future__ import annotations
 
 import argparse
-import collections
-import contextlib
+import functools
 import shutil
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from measure import Found, Json, ResultLine, print_table
-from random_corpus import write_corpus
+from loader import our_loader
+from measure import Found, Json, ResultLine, print_table, write_corpus
 
-from electra_dist.data.corpora import Corpora
-from electra_dist.data.loader import RowLoader
 from electra_dist.data.manifest import read_manifest
-from electra_dist.data.order import CorpusOrder, RowOrder
-from electra_dist.data.shard_cache import ShardCache
+from electra_dist.data.order import RowOrder
 from electra_dist.store.atomic_files import replacing
 from electra_dist.store.open_store import LocalStore
 
 CACHE_SHARES = (0.5, 0.75, 0.9)  # size of the cache as a share of the corpus
-_SEED = 42
 
 
 class CountingStore(LocalStore):
-    """Store in a local folder that pretends to be remote, so that its objects are copied, and counts the copies."""
+    """Store in a local folder that pretends to be remote, so that its shards are copied, and counts the copies."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.num_fetched = 0
+    num_fetched = 0
 
-    def local_path(self, key: str) -> None:  # type: ignore[override]
-        """Return None, so that the cache fetches objects instead of reading them in place."""
-        return None
+    def local_path(self, key: str) -> Path | None:  # type: ignore[override]
+        """Return None for a shard, so that the cache fetches it instead of reading it in place."""
+        return None if key.endswith(".tar") else super().local_path(key)
 
     def fetch(self, key: str, destination: Path, *, must_exist: bool = False) -> None:
-        """Copy an object, and count it."""
+        """Copy a shard, and count it."""
         self.num_fetched += 1
         with replacing(destination) as out, super().local_path(key).open("rb") as stream:
             shutil.copyfileobj(stream, out)
@@ -57,19 +48,13 @@ def least_recently_used(order: RowOrder, num_shards: int, capacity: int, epochs:
 
     Return the share of the shards, all of one size, that each epoch fetches.
     """
-    cached: collections.OrderedDict[int, None] = collections.OrderedDict()
-    shares = []
+    fetch = functools.lru_cache(capacity)(lambda shard: None)
+    num_fetched = [0]
     for epoch in range(epochs):
-        num_fetched = 0
         for shard in order.phases[0].order.layout(epoch).shards.tolist():
-            if shard not in cached:
-                num_fetched += 1
-                if len(cached) == capacity:
-                    cached.popitem(last=False)
-            cached[shard] = None
-            cached.move_to_end(shard)
-        shares.append(num_fetched / num_shards)
-    return shares
+            fetch(shard)
+        num_fetched.append(fetch.cache_info().misses)
+    return (np.diff(num_fetched) / num_shards).tolist()
 
 
 def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) -> list[Json]:
@@ -79,18 +64,15 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
     """
     batch = 64
     corpus = write_corpus(folder / "corpus", num_shards, batch, num_shards, seq_len=32)
-    manifest = read_manifest(corpus)
-    order = RowOrder([CorpusOrder([entry.rows for entry in manifest.shards], _SEED, window)])
-    steps_per_epoch = order.num_rows // batch
+    shard_bytes = read_manifest(corpus).shards[0].bytes
     sizes = []
     for share in CACHE_SHARES:
         capacity = round(share * num_shards)
         store = CountingStore(folder / "corpus")
-        limit_bytes = capacity * manifest.shards[0].bytes
-        cache_folder = folder / f"cache-{share}"
         num_fetched = [0]
-        with contextlib.closing(ShardCache(Corpora.of(store, manifest), cache_folder, 2, limit_bytes)) as cache:
-            loader = RowLoader(cache, order, batch, rank=0, world_size=1, start_step=0)
+        cache = {"window": window, "limit_bytes": capacity * shard_bytes}
+        with our_loader(store, folder / f"cache-{share}", batch, **cache) as (loader, order):
+            steps_per_epoch = order.num_rows // batch
             for step in range(epochs * steps_per_epoch):
                 row_ids = loader.next().row_ids
                 _, shards, rows = order.locate(np.arange(step * batch, (step + 1) * batch))
@@ -98,7 +80,6 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
                     raise SystemExit(f"step {step} has other rows than the order gives it; correct the loader")
                 if (step + 1) % steps_per_epoch == 0:
                     num_fetched.append(store.num_fetched)
-            loader.close()
         ours = (np.diff(num_fetched) / num_shards).tolist()[1:]
         simulated = least_recently_used(order, num_shards, capacity, epochs)[1:]
         sizes.append({"cache": share, "ours": ours, "least_recently_used": simulated})
@@ -107,17 +88,13 @@ def measure_eviction(folder: Path, num_shards: int, window: int, epochs: int) ->
 
 def report_eviction(sizes: list[Json], facts: str) -> ResultLine:
     """Print what an epoch fetches again with each size of the cache; return the row for docs/results.md."""
-    ours = [float(np.mean(size["ours"])) for size in sizes]
-    simulated = [float(np.mean(size["least_recently_used"])) for size in sizes]
-    rows = [
-        [f"{size['cache']:.0%}", f"{share:.1%}", f"{simulated_share:.1%}"]
-        for size, share, simulated_share in zip(sizes, ours, simulated, strict=True)
-    ]
+    ours, simulated = ([float(np.mean(size[way])) for size in sizes] for way in ("ours", "least_recently_used"))
+    caches = [f"{size['cache']:.0%}" for size in sizes]
+    rows = [[cache, f"{our_share:.1%}", f"{share:.1%}"] for cache, our_share, share in zip(caches, ours, simulated)]
     print(f"\nshare of the corpus that an epoch after the first one fetches, {facts}")
     print_table(["cache", "fixed part", "least recently used (simulated)"], rows)
-    caches = ", ".join(f"{size['cache']:.0%}" for size in sizes)
     return ResultLine(
-        f"share of the corpus fetched again in an epoch with a cache of {caches} of it, {facts}",
+        f"share of the corpus fetched again in an epoch with a cache of {', '.join(caches)} of it, {facts}",
         ", ".join(f"{share:.0%}" for share in ours),
         "least recently used (simulated): " + ", ".join(f"{share:.0%}" for share in simulated),
     )

@@ -1,7 +1,5 @@
 """How fast is our joint training step on the CPU, beside Hugging Face's?
 
-    python benchmarks/run.py step                            # 2 threads
-
 It takes configs/small.yaml at length 128, 16 rows, fp32 and bf16.
 
 Guarantee: before anything is timed, our step and Hugging Face's compute their losses without dropout on the same
@@ -22,18 +20,19 @@ Shapes: B rows, S tokens.
 from __future__ import annotations
 
 import argparse
+import functools
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from electra_kernels.operation_types import SpecialIds
 from hugging_face import HuggingFace
-from measure import REPOSITORY, TOY, Found, Json, ResultLine, alternate, format_summary, print_table, ratio, summary
+from measure import Found, Json, ResultLine, alternate, format_summary, print_table, ratio, small_config
 
 from electra_dist.config import Config
-from electra_dist.config.load import load_config
 from electra_dist.engine.optimizer import build_optimizer
 from electra_dist.model.fused_layer import HAS_BF16_PRODUCTS
 from electra_dist.model.towers import ElectraTowers
@@ -55,8 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace) -> Found:
     threads = 1 if arguments.smoke else arguments.threads  # The toy model is too small for two threads.
     torch.set_num_threads(threads)
-    toy = [*TOY, "model.vocab_size=300", "data.seq_len=32"] if arguments.smoke else []
-    config = load_config(REPOSITORY / "configs/small.yaml", toy)
+    config = small_config(arguments.smoke)
     facts = f"{config.data.seq_len} tokens x {BATCH} rows, {threads} thread(s)"
     found: Json = {}
     for precision in ("fp32", "bf16"):
@@ -71,16 +69,22 @@ def measure(arguments: argparse.Namespace) -> Found:
 def compare(config: Config, precision: str, rounds: int, warm_up: int) -> Json:
     """Time all ways in turn, on full rows of one example each; return seconds, rate, ratio and losses by way."""
     batches = synthetic_rows(config, BATCH * (rounds + warm_up)).split(BATCH)
-    ways = ours_and_rivals(config)
+    ways = {"ours": ours(config)}
+    towers: ElectraTowers = ways["ours"].module.towers  # type: ignore[assignment]
+    ways["Hugging Face"] = hugging_face(config, towers, gathered=False)
+    ways["Hugging Face, gathered"] = hugging_face(config, towers, gathered=True)
     losses_without_dropout = check_agreement(config, ways, batches[0], precision)
     losses: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    clip_norm = config.optimizer.clip_norm
-    turns = {name: stepper(way, batches, precision, clip_norm, losses[name]) for name, way in ways.items()}
-    seconds = alternate(turns, rounds, warm_up)
+
+    def step(name: str) -> None:
+        number = len(losses[name])
+        losses[name].append(take_step(ways[name], batches[number], number, precision, config.optimizer.clip_norm))
+
+    seconds = alternate({name: functools.partial(step, name) for name in ways}, rounds, warm_up)
     return {
         name: {
             "seconds": seconds[name],
-            "tokens_per_s": batches[0].numel() / summary(seconds[name])["median"],
+            "tokens_per_s": batches[0].numel() / statistics.median(seconds[name]),
             "ratio": ratio(seconds[name], seconds["ours"]),
             "losses_without_dropout": losses_without_dropout[name],
             "losses": losses[name],
@@ -95,7 +99,7 @@ def report(found: Json, precision: str, facts: str) -> ResultLine:
     rows = []
     for name, way in found.items():
         first, last = (f"{mlm:.3f} / {rtd:.4f}" for mlm, rtd in (way["losses"][0], way["losses"][-1]))
-        seconds = format_summary(summary(way["seconds"]), ".3f")
+        seconds = format_summary(way["seconds"], ".3f")
         rows.append([name, seconds, f"{way['tokens_per_s']:,.0f}", format_summary(way["ratio"]), f"{first} to {last}"])
     print_table(["", "s a step", "tokens/s", "time / ours", "mlm / rtd, first to last"], rows)
     published, gathered = (found[name]["ratio"]["median"] for name in ("Hugging Face", "Hugging Face, gathered"))
@@ -138,21 +142,9 @@ def hugging_face(config: Config, towers: ElectraTowers, *, gathered: bool) -> Wa
     )
 
     def forward(ids_BS: torch.Tensor, step: int) -> tuple[torch.Tensor, ...]:
-        mlm, rtd = module(ids_BS, torch.arange(len(ids_BS)), step, config.seed)
-        return config.objective.mlm_weight * mlm + config.objective.rtd_weight * rtd, mlm, rtd
+        return module(ids_BS, torch.arange(len(ids_BS)), step, config.seed)
 
     return Way(module, optimizer, forward)
-
-
-def ours_and_rivals(config: Config) -> dict[str, Way]:
-    """Return name -> way to make a step: ours, and Hugging Face's two, which start from the same weights."""
-    our_way = ours(config)
-    towers: ElectraTowers = our_way.module.towers  # type: ignore[assignment]
-    return {
-        "ours": our_way,
-        "Hugging Face": hugging_face(config, towers, gathered=False),
-        "Hugging Face, gathered": hugging_face(config, towers, gathered=True),
-    }
 
 
 def autocast(precision: str) -> torch.autocast:
@@ -171,19 +163,6 @@ def take_step(way: Way, ids_BS: torch.Tensor, step: int, precision: str, clip_no
     way.optimizer.step()
     way.optimizer.zero_grad()
     return mlm.item(), rtd.item()
-
-
-def stepper(
-    way: Way, batches: Sequence[torch.Tensor], precision: str, clip_norm: float, losses: list[tuple[float, float]]
-) -> Callable[[], None]:
-    """Return a function that takes a step on the next batch at each call, and appends its losses to `losses`."""
-    numbered = iter(enumerate(batches))
-
-    def step() -> None:
-        number, ids_BS = next(numbered)
-        losses.append(take_step(way, ids_BS, number, precision, clip_norm))
-
-    return step
 
 
 @torch.no_grad()
@@ -207,7 +186,7 @@ def check_agreement(config: Config, ways: dict[str, Way], ids_BS: torch.Tensor, 
                 original_BN = batch.ids_BS.gather(1, masking.position_BN)
                 sampled_M = objective.predict(batch, states_MH, original_BN, masking.weight_BN).sampled_M
             else:
-                losses = list(way.module(ids_BS, given.row_B, 0, config.seed, sampled_M))
+                _, *losses = way.module(ids_BS, given.row_B, 0, config.seed, sampled_M)
         way.module.train()
         found[name] = {"mlm": losses[0].item(), "rtd": losses[1].item()}
         for kind, value in found[name].items():

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpu_parts.recording import Case, Rows, facts_of, time_and_peak
+from gpu_parts.recording import Case, Rows, Setup, profile_kernels, relative_error, time_and_peak
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # (query, key, value), each [B, N, S, D]; example lengths of the whole batch; dropout -> [B, N, S, D]
@@ -86,14 +86,12 @@ def our_flash(
     return out_TH.view(B, S, N, D).transpose(1, 2)
 
 
-def our_flash3(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, examples: Examples, p: float
-) -> torch.Tensor:
+def our_flash3(*inputs: Any) -> torch.Tensor:
     """Compute `our_flash`, after a switch to the kernels of flash-attn-3, which the backward pass needs, too."""
     from electra_dist.model.flash_attention import use_kernels
 
     use_kernels("FA3")
-    return our_flash(query, key, value, examples, p)
+    return our_flash(*inputs)
 
 
 @functools.cache
@@ -137,31 +135,33 @@ CONTENDERS: list[tuple[str, Attention, float]] = [
 ]
 
 
-def attention(num_rows: int, num_heads: int, num_tokens: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield every contender with its dropout, on rows of `num_tokens` tokens in three examples, with heads 64 wide."""
+def attention_cases(setup: Setup) -> Iterator[Case]:
+    """Yield every contender with its dropout, on rows of three examples, with heads 64 wide."""
+    num_rows, num_heads, num_tokens = (2, 2, 64) if setup.smoke else (64, 16, 512)
+    device, dtype = setup.device, setup.dtype
     for name, attend, p in CONTENDERS:
-        operation = f"attention p={p}"
 
-        def run(name: str = name, attend: Attention = attend, p: float = p, operation: str = operation) -> Rows:
-            row: dict[str, Any] = {"operation": operation, "by": name}
+        def run(name: str = name, attend: Attention = attend, p: float = p) -> Rows:
             if device == "cpu" and name != "plain":
-                return [row | {"skipped": "needs a CUDA device"}]
+                return [{"skipped": "needs a CUDA device"}]
             if attend is our_flash3 and importlib.util.find_spec("flash_attn_interface") is None:
-                return [row | {"skipped": "needs the package flash-attn-3"}]
+                return [{"skipped": "needs the package flash-attn-3"}]
             from electra_dist.model.flash_attention import use_kernels
 
             use_kernels(None)
             lengths = [num_tokens // 3, num_tokens // 2]
             shape = (num_rows, num_heads, num_tokens, 64)
             call = _differentiated(attend, shape, pack(num_rows, num_tokens, lengths, device, dtype), p, dtype, dtype)
-            row |= dropped_share(attend, num_heads, p, device, dtype)
+            row = dropped_share(attend, num_heads, p, device, dtype)
             if p == 0:
                 drops_nothing = row["right"]
                 row |= errors(attend, num_heads, num_tokens, lengths, device, dtype)
                 row["right"] = row["right"] and drops_nothing
-            return [row | time_and_peak(call) | facts_of(call)]
+            row |= time_and_peak(call)
+            spent, _, _ = profile_kernels(call)
+            return [row | {"kernels": [kernel[:80] for kernel, _ in spent.most_common(4)]}]
 
-        yield Case(operation, name, "attention", run)
+        yield Case(f"attention p={p}", name, "attention", run)
 
 
 def _differentiated(
@@ -196,7 +196,7 @@ def errors(
     plain = with_bias(SDPBackend.MATH)
     exact = results(plain, torch.float64)
     error, reference_error = (
-        max(((value.double() - truth).norm() / truth.norm()).item() for value, truth in zip(values, exact))
+        max(relative_error(value, truth) for value, truth in zip(values, exact))
         for values in (results(attend, dtype), results(plain, dtype))
     )
     right = error <= 2 * reference_error + torch.finfo(dtype).eps

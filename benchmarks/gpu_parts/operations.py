@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,8 @@ from electra_kernels.discriminator_tail import rtd_loss
 from electra_kernels.layer_passes import dropout_add_norm
 from electra_kernels.mlm_head import mlm_head_loss_and_sample
 from electra_kernels.slots import gather_masked, replace_and_label
-from gpu_parts.recording import Case, Row, Rows, time_and_peak
+from gpu_parts.recording import Case, Row, Rows, Setup, relative_error, time_and_peak
 
-from electra_dist.config import ModelConfig
 from electra_dist.objectives.masking import num_slots
 
 Tensors = list[torch.Tensor]
@@ -60,6 +59,10 @@ LARGE = Sizes(
 TOY = Sizes((24,), 16, 300, 384, 2, 16, 4, (8, 16), 12)
 
 
+def sizes_of(setup: Setup) -> Sizes:
+    return TOY if setup.smoke else LARGE
+
+
 class Operation(NamedTuple):
     """One fused operation with the alternatives that a user has without it."""
 
@@ -69,12 +72,14 @@ class Operation(NamedTuple):
     inputs: Tensors  # Tensors that get a gradient; empty if the operation has no backward pass.
     num_bytes: int = 0  # Least memory traffic of forward and backward; 0 for the head, which computes.
 
-    def backends(self, backends: list[str]) -> list[str]:
+    def backends(self, setup: Setup) -> tuple[str, ...]:
         """Return the backends of ours that are measured: all for the discriminator tail, else the first."""
-        return backends if self.name == "discriminator tail" else backends[:1]
+        return setup.backends if self.name == "discriminator tail" else setup.backends[:1]
 
 
-def _head_operation(name: str, sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype, chunk: int) -> Operation:
+def head_operation(
+    name: str, sizes: Sizes, num_rows: int, device: str, dtype: torch.dtype, chunk: int = 4096
+) -> Operation:
     """Return the generator's head at M = `num_rows`: forward and sample; the output is the summed loss."""
     vocab = sizes.vocab
     x_MD = torch.randn(num_rows, sizes.embedding, device=device, dtype=dtype).requires_grad_()
@@ -88,35 +93,32 @@ def _head_operation(name: str, sizes: Sizes, num_rows: int, device: str, dtype: 
     def eager(given: Tensors) -> torch.Tensor:
         x_MD, table_VD, bias_V = given
         logits_MV = (F.linear(x_MD, table_VD[:vocab]) + bias_V).float()
+        loss = F.cross_entropy(logits_MV, target_M, reduction="sum")
         _gumbel_max(logits_MV.detach())
-        return F.cross_entropy(logits_MV, target_M, reduction="sum")
+        return loss
 
-    @torch.no_grad()
-    def separate_sample(x_MD: torch.Tensor, table_VD: torch.Tensor, bias_V: torch.Tensor) -> None:
-        for x in x_MD.split(4096):
-            _gumbel_max(F.linear(x, table_VD[:vocab], bias_V).float())
+    def with_sample(loss: Callable[..., torch.Tensor]) -> Callable[[Tensors], torch.Tensor]:
+        def rival(given: Tensors) -> torch.Tensor:
+            x_MD, table_VD, bias_V = given
+            with torch.no_grad():
+                for x in x_MD.split(4096):
+                    _gumbel_max(F.linear(x, table_VD[:vocab], bias_V).float())
+            return loss(x_MD, table_VD[:vocab], bias_V)
+
+        return rival
 
     rivals: dict[str, Callable[[Tensors], torch.Tensor]] = {"eager": eager}
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        liger_loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-
-        def liger(given: Tensors) -> torch.Tensor:
-            x_MD, table_VD, bias_V = given
-            separate_sample(*given)
-            return liger_loss(table_VD[:vocab], x_MD, target_M, bias_V)
-
-        rivals["Liger + sampler"] = liger
+        liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        rivals["Liger + sampler"] = with_sample(lambda x_MD, table, bias: liger(table, x_MD, target_M, bias))
     if importlib.util.find_spec("cut_cross_entropy"):
         from cut_cross_entropy import linear_cross_entropy
 
-        def cut_cross_entropy(given: Tensors) -> torch.Tensor:
-            x_MD, table_VD, bias_V = given
-            separate_sample(*given)
-            return linear_cross_entropy(x_MD, table_VD[:vocab], target_M, bias=bias_V, reduction="sum")
-
-        rivals["CCE + sampler"] = cut_cross_entropy
+        rivals["CCE + sampler"] = with_sample(
+            lambda x_MD, table, bias: linear_cross_entropy(x_MD, table, target_M, bias=bias, reduction="sum")
+        )
     return Operation(name, ours, rivals, [x_MD, table_VD.requires_grad_(), bias_V])
 
 
@@ -134,14 +136,8 @@ def our_head(
 
 def _gumbel_max(logits_MV: torch.Tensor) -> torch.Tensor:
     """Return a sample from the softmax of each row, int64 [M], by adding Gumbel noise and taking the largest."""
-    uniform_MV = torch.rand_like(logits_MV).clamp_(1e-9, 1 - 6e-8)
-    return (logits_MV - torch.log(-torch.log(uniform_MV))).argmax(1)
-
-
-def heads(sizes: Sizes, device: str, dtype: torch.dtype) -> Iterator[Operation]:
-    """Yield the generator's head at each number of masked rows that is timed."""
-    for num_rows in sizes.masked:
-        yield _head_operation(f"head M={num_rows}", sizes, num_rows, device, dtype, chunk=4096)
+    noise_MV = -torch.log(-torch.log(torch.rand_like(logits_MV) + 1e-9) + 1e-9)  # As in Google's code.
+    return (logits_MV + noise_MV).argmax(1)
 
 
 def operations(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Operation]:
@@ -211,27 +207,36 @@ def operations(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Operation]
     return found
 
 
-def timing_cases(subjects: Iterable[Operation], device: str, backends: list[str]) -> Iterator[Case]:
-    """Yield forward and backward of every operation: ours, its rivals and, on a GPU, torch.compile of eager torch.
+def head_cases(setup: Setup) -> Iterator[Case]:
+    sizes = sizes_of(setup)
+    for num_rows in sizes.masked:
+        head = head_operation(f"head M={num_rows}", sizes, num_rows, setup.device, setup.dtype)
+        yield from _timing_cases(head, "head", setup)
+
+
+def operation_cases(setup: Setup) -> Iterator[Case]:
+    for subject in operations(sizes_of(setup), setup.device, setup.dtype):
+        yield from _timing_cases(subject, "operation", setup)
+
+
+def _timing_cases(subject: Operation, kind: str, setup: Setup) -> Iterator[Case]:
+    """Yield forward and backward of an operation: ours, its rivals and, on a GPU, torch.compile of eager torch.
 
     A row of an operation that moves data has `tb_per_s`: its least memory traffic divided by its time, in TB/s.
     """
-    for subject in subjects:
-        functions: dict[str, Callable[[Tensors], torch.Tensor]] = {
-            f"ours ({backend})": functools.partial(subject.ours, backend=backend)
-            for backend in subject.backends(backends)
-        }
-        functions |= subject.rivals
-        if device == "cuda":
-            # Shapes are static in training, so every operation gets a compilation of its own.
-            functions["torch.compile"] = torch.compile(subject.rivals["eager"], dynamic=False)
-        for name, function in functions.items():
-            run = functools.partial(_time, subject, name, function)
-            kind = subject.name.partition(" M=")[0] if "head" in subject.name else "operation"
-            yield Case(subject.name, name, f"compiled {kind}" if name == "torch.compile" else kind, run)
+    functions: dict[str, Callable[[Tensors], torch.Tensor]] = {
+        f"ours ({backend})": functools.partial(subject.ours, backend=backend) for backend in subject.backends(setup)
+    }
+    functions |= subject.rivals
+    if setup.device == "cuda":
+        # Shapes are static in training, so every operation gets a compilation of its own.
+        functions["torch.compile"] = torch.compile(subject.rivals["eager"], dynamic=False)
+    for name, function in functions.items():
+        run = functools.partial(_time, subject, function)
+        yield Case(subject.name, name, f"compiled {kind}" if name == "torch.compile" else kind, run)
 
 
-def _time(subject: Operation, name: str, function: Callable[[Tensors], torch.Tensor]) -> Rows:
+def _time(subject: Operation, function: Callable[[Tensors], torch.Tensor]) -> Rows:
     upstream = torch.ones_like(subject.rivals["eager"](subject.inputs)) if subject.inputs else None
 
     def call() -> None:
@@ -239,16 +244,19 @@ def _time(subject: Operation, name: str, function: Callable[[Tensors], torch.Ten
         if upstream is not None:
             torch.autograd.grad(out, subject.inputs, upstream.to(out.dtype))
 
-    row: Row = {"operation": subject.name, "by": name, **time_and_peak(call)}
+    row = time_and_peak(call)
     if subject.num_bytes:
         row["tb_per_s"] = subject.num_bytes / row["ms"] / 1e9
     return [row]
 
 
-def ceilings(model: ModelConfig, sizes: Sizes, device: str, dtype: torch.dtype) -> Iterator[Case]:
+def ceilings(setup: Setup) -> Iterator[Case]:
     """Yield a copy within the device and every product of the model, with which all other times can be compared."""
-    num_bytes = 4 * 2**30 if device == "cuda" else 2**16
-    yield Case("copy", f"{num_bytes / 2**30:.0f} GiB", "product", functools.partial(_copy, device, num_bytes))
+    from gpu_parts.steps import bench_of  # Here, because a failure of its imports shall cost this part only.
+
+    model, sizes = bench_of(setup).config.model, sizes_of(setup)
+    num_bytes = 4 * 2**30 if setup.device == "cuda" else 2**16
+    yield Case("copy", f"{num_bytes / 2**30:.0f} GiB", "product", functools.partial(_copy, setup.device, num_bytes))
     num_tokens = sizes.batch * sizes.seq_len
     products = {}  # name -> (m, n, k)
     for name in ("discriminator", "generator"):
@@ -262,48 +270,42 @@ def ceilings(model: ModelConfig, sizes: Sizes, device: str, dtype: torch.dtype) 
     products["square"] = (8192,) * 3 if num_tokens > 8192 else (32,) * 3
     for name, (m, n, k) in products.items():
         for direction in ("forward", "input gradient", "weight gradient"):
-            operation = f"{name} {m}x{n}x{k}"
-            run = functools.partial(_multiply, operation, direction, (m, n, k), device, dtype)
-            yield Case(operation, direction, "product", run)
+            run = functools.partial(_multiply, direction, (m, n, k), setup)
+            yield Case(f"{name} {m}x{n}x{k}", direction, "product", run)
 
 
 def _copy(device: str, num_bytes: int) -> Rows:
     """Time a copy; `tb_per_s` counts the bytes read and the bytes written."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    row: Row = {"operation": "copy", "by": f"{num_bytes / 2**30:.0f} GiB"}
-    row |= time_and_peak(lambda: target.copy_(source))
+    row = time_and_peak(lambda: target.copy_(source))
     return [row | {"tb_per_s": 2 * num_bytes / row["ms"] / 1e9}]
 
 
-def _multiply(operation: str, direction: str, mnk: tuple[int, int, int], device: str, dtype: torch.dtype) -> Rows:
+def _multiply(direction: str, mnk: tuple[int, int, int], setup: Setup) -> Rows:
     """Time one product of a linear layer with random numbers (a product of zeros is faster than any other)."""
     m, n, k = mnk
-    x_mk = torch.randn(m, k, device=device, dtype=dtype)
-    weight_nk = torch.randn(n, k, device=device, dtype=dtype)
-    upstream_mn = torch.randn(m, n, device=device, dtype=dtype)
+    x_mk, weight_nk, upstream_mn = (
+        torch.randn(shape, device=setup.device, dtype=setup.dtype) for shape in ((m, k), (n, k), (m, n))
+    )
     calls = {
         "forward": lambda: x_mk @ weight_nk.t(),
         "input gradient": lambda: upstream_mn @ weight_nk,
         "weight gradient": lambda: upstream_mn.t() @ x_mk,
     }
-    row: Row = {"operation": operation, "by": direction, **time_and_peak(calls[direction])}
+    row = time_and_peak(calls[direction])
     return [row | {"tflop_per_s": 2 * m * n * k / row["ms"] / 1e9}]
 
 
-def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the root-mean-square error of `value` divided by the root-mean-square of `exact`, which is float64."""
-    return ((value.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
-
-
-def value_cases(sizes: Sizes, device: str, backends: list[str]) -> Iterator[Case]:
+def value_cases(setup: Setup) -> Iterator[Case]:
     """Yield the comparison of every operation with the reference in float64, in fp32 and bf16, on 4 rows at most."""
+    sizes, device = sizes_of(setup), setup.device
     small = sizes._replace(batch=min(sizes.batch, 4))
     for dtype in (torch.float32, torch.bfloat16):
         # Several chunks are used, so that the head's sums over chunks are checked, too.
-        head = _head_operation("head", small, sizes.exact_rows, device, dtype, chunk=sizes.exact_rows // 4)
+        head = head_operation("head", small, sizes.exact_rows, device, dtype, chunk=sizes.exact_rows // 4)
         for subject in [head, *operations(small, device, dtype)]:
-            for backend in subject.backends(backends) if subject.inputs else []:
+            for backend in subject.backends(setup) if subject.inputs else ():
                 run = functools.partial(_compare_values, subject, backend, dtype)
                 yield Case(f"{subject.name} {dtype}", f"ours ({backend})", "check", run)
 
@@ -323,7 +325,7 @@ def _compare_values(subject: Operation, backend: str, dtype: torch.dtype) -> Row
     )
     rounding = torch.finfo(dtype).eps
     right = all(error <= limit + rounding for error, limit in zip(errors, reference_errors))
-    row: Row = {"operation": subject.name, "by": f"ours ({backend})", "dtype": str(dtype).removeprefix("torch.")}
+    row: Row = {"operation": subject.name, "dtype": str(dtype).removeprefix("torch.")}
     return [row | {"error": max(errors), "reference_error": max(reference_errors), "right": right}]
 
 
@@ -339,17 +341,17 @@ def _outputs(subject: Operation, inputs: Tensors, backend: str, dtype: torch.dty
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(dtype).to(out.dtype))]
 
 
-def integer_cases(sizes: Sizes, device: str, backend: str) -> Iterator[Case]:
-    """Yield the comparison of a backend's integers with the reference's."""
-    yield Case("integers", f"ours ({backend})", "check", functools.partial(_integers, sizes, device, backend))
+def integer_cases(setup: Setup) -> Iterator[Case]:
+    yield Case("integers", f"ours ({setup.backends[0]})", "check", functools.partial(_integers, setup))
 
 
-def _integers(sizes: Sizes, device: str, backend: str) -> Rows:
+def _integers(setup: Setup) -> Rows:
     """Compare replaced ids, labels and samples with the reference's.
 
     Ids and labels must be equal. Of the samples, 99.9 % must be equal, because two candidates may be closer than
     rounding errors.
     """
+    sizes, device, backend = sizes_of(setup), setup.device, setup.backends[0]
     B, S, N = sizes.batch, sizes.seq_len, sizes.slots
     ids = torch.randint(sizes.vocab, (B, S), device=device)
     sampled = torch.randint(sizes.vocab, (B * N,), device=device)
@@ -364,8 +366,7 @@ def _integers(sizes: Sizes, device: str, backend: str) -> Rows:
     target_M = torch.zeros(len(states_MD), dtype=torch.int64, device=device)
     drawn, expected_drawn = (our_head(given, target_M, 1000, by)[1] for by in (backend, "reference"))
     share = (drawn == expected_drawn).double().mean().item()
-    by = {"by": f"ours ({backend})"}
     return [
-        {"operation": "replace + label", **by, "share_equal": float(are_equal), "right": are_equal},
-        {"operation": "sample", **by, "share_equal": share, "right": share >= 0.999},
+        {"operation": "replace + label", "share_equal": float(are_equal), "right": are_equal},
+        {"operation": "sample", "share_equal": share, "right": share >= 0.999},
     ]

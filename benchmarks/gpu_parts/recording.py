@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import time
 from collections import Counter
@@ -26,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-REPEATS, WARM_UP = 20, 5  # timed calls on a GPU, and calls before these
+from electra_dist.store.atomic_files import replacing
+
 Row = dict[str, Any]
 Rows = list[Row]
 
@@ -43,7 +43,20 @@ class Case(NamedTuple):
     operation: str  # What is measured; first column of its rows.
     by: str  # Implementation that is measured; those of this project begin with "ours".
     kind: str  # Cases of one kind take about equally long.
-    run: Callable[[], Rows]
+    run: Callable[[], Rows]  # A row without `operation` and `by` gets those of the case.
+
+
+class Setup(NamedTuple):
+    """What the cases of all parts run on."""
+
+    device: str
+    smoke: bool  # Toy sizes in fp32 on a CPU.
+    backends: tuple[str, ...]  # Of our operations; where only one is measured, it is the first.
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the measured tensors."""
+        return torch.float32 if self.smoke else torch.bfloat16
 
 
 class DeviceLost(Exception):
@@ -83,16 +96,15 @@ class Recorder:
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  Whatever prevents a part must not prevent the next one.
-            self._append(part, [{"operation": part, "by": "ours", "failed": describe(error)}], part, "ours")
+            self._append(part, part, "ours", [{"failed": describe(error)}])
 
     def _run(self, part: str, case: Case) -> None:
         """Run one case unless it no longer fits into the time, and append its rows."""
-        label: Row = {"operation": case.operation, "by": case.by}
         expected_s = self._spent_s.get(case.kind, EXPECTED_S.get(case.kind, _UNKNOWN_KIND_S))
         left = self.seconds_left
         if left is not None and left < expected_s:
             reason = f"it takes about {expected_s:.0f} s and {max(left, 0):.0f} s are left"
-            self._append(part, [label | {"skipped": reason}], case.operation, case.by)
+            self._append(part, case.operation, case.by, [{"skipped": reason}])
             return
         torch._dynamo.reset()
         begin = time.monotonic()
@@ -100,27 +112,28 @@ class Recorder:
         try:
             rows = case.run()
         except torch.OutOfMemoryError:
-            rows = [label | {"failed": NO_MEMORY}]
+            rows = [{"failed": NO_MEMORY}]
             free()
         except Exception as error:  # noqa: BLE001  One failed case is one row; the others run.
-            rows = [label | {"failed": describe(error)}]
+            rows = [{"failed": describe(error)}]
             lost = any(text in str(error) for text in _LOST_DEVICE)
         case_s = time.monotonic() - begin
         self._spent_s[case.kind] = max(case_s, self._spent_s.get(case.kind, 0))
-        self._append(part, rows, case.operation, case.by, case_s)
+        self._append(part, case.operation, case.by, rows, case_s)
         if lost:
             raise DeviceLost(rows[0]["failed"])
         if case.kind.endswith("step"):
             free()
 
-    def _append(self, part: str, rows: Rows, operation: str, by: str, case_s: float = 0.0) -> None:
+    def _append(self, part: str, operation: str, by: str, rows: Rows, case_s: float = 0.0) -> None:
         """Add the rows of a case to the record, print them, and write the record's JSON file anew."""
+        of_case = {"case_operation": operation, "case_by": by, "case_s": round(case_s, 2)}
         for row in rows:
-            row |= {"case_operation": operation, "case_by": by, "case_s": round(case_s, 2)}
-            print_row(row)
-        self.record[part] += rows
+            self.record[part].append({"operation": operation, "by": by, **row, **of_case})
+            print_row(self.record[part][-1])
         if self.path:
-            write_atomically(self.record, self.path)
+            with replacing(self.path) as file:
+                file.write(json.dumps(self.record, indent=1).encode() + b"\n")
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all parts."""
@@ -140,14 +153,6 @@ def is_failure_of_ours(row: Row) -> bool:
     """Return whether a row records an error of this project's code; too little memory does not count as one."""
     is_ours = str(row.get("by", "")).startswith("ours")
     return is_ours and row.get("failed", NO_MEMORY) != NO_MEMORY
-
-
-def write_atomically(record: Row, path: Path) -> None:
-    """Write the record as JSON into a temporary file and rename it to `path`, so that no reader sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def free() -> None:
@@ -184,11 +189,16 @@ def print_row(row: Row) -> None:
     print(f"  {label:<44} {'  '.join(facts)}", flush=True)
 
 
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the root-mean-square error of `value` divided by the root-mean-square of `exact`, which is float64."""
+    return ((value.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
 # The device sleeps for about 20 ms while the host queues the calls, so that short calls have no gaps between them.
 _AHEAD_CYCLES = 40_000_000
 
 
-def time_and_peak(run: Callable[[], object], repeats: int = REPEATS, warm_up: int = WARM_UP) -> dict[str, float]:
+def time_and_peak(run: Callable[[], object], repeats: int = 20, warm_up: int = 5) -> Row:
     """Time a call after a warm-up, and measure its peak memory above what was allocated before.
 
     Return `ms`, the median, and `peak_bytes`. Without a GPU one call is timed by the wall clock.
@@ -260,9 +270,3 @@ def profile_kernels(run: Callable[[], object]) -> tuple[Counter[str], Counter[st
             spent[event.key] += microseconds / 1e3
             launches[event.key] += event.count
     return spent, launches, num_operators
-
-
-def facts_of(run: Callable[[], object]) -> dict[str, Any]:
-    """Return the kernels of a call, longest first, at most four, each cut to 80 characters, as the fact `kernels`."""
-    spent, _, _ = profile_kernels(run)
-    return {"kernels": [name[:80] for name, _ in spent.most_common(4)]}

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_parts import attention, operations
+from gpu_parts.recording import Setup
 from gpu_parts.steps import SPECIAL, StepBench
 from hugging_face import HuggingFace
 from torch.nn.attention.flex_attention import flex_attention
@@ -83,7 +84,7 @@ def test_large_has_the_slots_of_the_model() -> None:
 
 def test_the_rival_passes_a_mask_of_its_own_type_and_never_waits() -> None:
     """A GPU's attention kernels refuse an fp32 mask with bf16 queries; `meta` tensors refuse to be read."""
-    bench = StepBench("cpu", "reference", smoke=True)
+    bench = StepBench(Setup("cpu", smoke=True, backends=("reference",)))
     masks: list[tuple[torch.dtype, torch.dtype]] = []
     attend = F.scaled_dot_product_attention
 
@@ -94,8 +95,8 @@ def test_the_rival_passes_a_mask_of_its_own_type_and_never_waits() -> None:
     rival = HuggingFace(bench.towers, bench.config.objective, SPECIAL, gathered=True, packed=True)
     rival = rival.to("meta", torch.bfloat16)
     with mock.patch.object(F, "scaled_dot_product_attention", recorded):
-        losses = rival(bench.ids(2).to("meta"), torch.arange(2, device="meta"), 0, 1)
-    (losses.mlm + losses.rtd).backward()
+        loss, _, _ = rival(bench.ids(2).to("meta"), torch.arange(2, device="meta"), 0, 1)
+    loss.backward()
     assert len(masks) == 4  # two layers in each tower
     assert all(mask in (query, torch.bool) for mask, query in masks)
 

@@ -69,7 +69,7 @@ def test_the_file_is_whole_after_every_case(tmp_path: Path, monkeypatch: pytest.
     # A process that ends while it writes leaves the file as it was.
     monkeypatch.setattr(recording.json, "dumps", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        recording.write_atomically(recorder.record, path)
+        recorder.run_part("part", lambda: iter([_passing("d")]))
     assert path.read_text() == whole
 
 
@@ -152,7 +152,8 @@ def test_only_what_is_ours_fails_the_run(
         yield Case("first", by, "check", lambda: [{"operation": "first", "by": by, **facts}])
         yield Case("second", by, "check", lambda: ran.append("second") or [])
 
-    monkeypatch.setattr(gpu, "all_parts", lambda *_: {"part": cases})
+    monkeypatch.setattr(gpu, "PARTS", {"part": ()})
+    monkeypatch.setattr(gpu, "cases_of", lambda *_: cases())
     if ends_with is None:
         gpu.main()
     else:
