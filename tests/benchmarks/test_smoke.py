@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import corpus_builder
-import corpus_builder_ways as ways
 import loader
 import pytest
 import restart
@@ -62,9 +61,9 @@ def test_another_order_has_the_same_digest_and_another_row_has_not() -> None:
 def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_only: list[int] = []
     monkeypatch.setattr(corpus_builder, "WORKERS", (1,))  # a second worker is a second start of Python
-    monkeypatch.setattr(ways, "build_corpus", lambda *given: one_only.append(1) or build_corpus(*given))
-    peak_memory = ways.peak_memory  # each starts a Python: one of them is enough
-    monkeypatch.setattr(ways, "peak_memory", lambda name, *given: name == "ours" and peak_memory(name, *given))
+    monkeypatch.setattr(corpus_builder, "build_corpus", lambda *given: one_only.append(1) or build_corpus(*given))
+    peak_memory = corpus_builder.peak_memory  # each starts a Python: one of them is enough
+    monkeypatch.setattr(corpus_builder, "peak_memory", lambda name, *rest: name == "ours" and peak_memory(name, *rest))
     record = _run("corpus_builder", tmp_path)
     assert record["text_tokens"] > 10_000
     assert {"ours", "tokenizers", "datatrove"} <= record["workers"]["1"].keys()
@@ -73,7 +72,7 @@ def test_builders_find_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_different_work_ends_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ways.WAYS, "ours", lambda *given: 7)
+    monkeypatch.setitem(corpus_builder.WAYS, "ours", lambda *given: 7)
     with pytest.raises(SystemExit, match="not the same work"):
         run.main(["corpus_builder", "--smoke"])
 
