@@ -60,7 +60,7 @@ class Electric(CorruptingObjective):
 
         energy_BS = self.towers.discriminator_head.logits(self.read(batch, noised_BS))
         logit_BS = energy_BS + self._offset(cloze_TH, noised_BS, batch.values.mask_prob)
-        rtd = rtd_loss_of_logits(logit_BS.flatten(), label_BS.flatten(), batch.layout.is_real_BS.flatten())
+        rtd = rtd_loss_of_logits(logit_BS, label_BS, batch.layout.is_real_BS)
         noise_loss = batch.values.mlm_weight * batch.first_scale * cloze.loss_sum
         loss = noise_loss + batch.values.rtd_weight * batch.second_scale * rtd.loss_sum
         return self.output(batch, loss, cloze_sums | rtd_sums(rtd), logit_BS, label_BS, noised_BS)

@@ -75,7 +75,7 @@ def rtd_loss(
 def rtd_loss_of_logits(logits_T: torch.Tensor, label_T: torch.Tensor, mask_T: torch.Tensor) -> RtdOutput:
     """Compute the results of `rtd_loss` from fp32 or fp64 logits of "was replaced", in plain PyTorch on every device.
 
-    Use it for a head whose last layers differ from those that `rtd_loss` computes.
+    Use it for a head whose last layers differ from those that `rtd_loss` computes. All have the same shape.
     """
     label_T = label_T.to(logits_T.dtype)
     mask_T = mask_T.to(logits_T.dtype)
