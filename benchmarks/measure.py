@@ -28,11 +28,8 @@ import numpy as np
 
 from electra_dist.config import Config
 from electra_dist.config.load import load_config
-from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
-from electra_dist.data.shard import write_shard
 from electra_dist.run.environment_record import commit, cpu, versions
 from electra_dist.store.interface import Store
-from electra_dist.store.open_store import open_store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -182,6 +179,11 @@ def write_corpus(
     any other shard, and the 66 GB of a full corpus need not be written. The first five ids are the special tokens,
     which do not occur.
     """
+    # Imported late, because a machine that runs gpu.py may lack the packages that the data need.
+    from electra_dist.data.manifest import CorpusManifest, ShardEntry, TokenizerEntry, write_manifest
+    from electra_dist.data.shard import write_shard
+    from electra_dist.store.open_store import open_store
+
     store = open_store(str(folder))
     rng = np.random.default_rng(0)
     entries: list[ShardEntry] = []

@@ -28,7 +28,7 @@ from torch._dynamo.utils import counters
 
 from electra_dist.collectives import Choice
 from electra_dist.config.load import load_config
-from electra_dist.corpus.builder.chunk_processor import make_rows
+from electra_dist.corpus.builder.examples import make_rows
 from electra_dist.gpu_models import peak_flops
 from electra_dist.model.attention import BACKENDS
 from electra_dist.model.attention_choice import choose_attention

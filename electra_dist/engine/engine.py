@@ -347,7 +347,8 @@ class Engine:
             norm = self.deepspeed.get_global_grad_norm()  # a tensor or a number
             self._norm = self._numbers.read_with(torch.as_tensor(norm, device=self.device))
             self.layout.clean_up_skipped_step()
-        grad_norm = self._norm if _is_finite_norm(self._norm) else math.nan
+        # Of gradients that are not finite, DeepSpeed reports the norm inf, NaN or -1.
+        grad_norm = self._norm if 0 <= self._norm < math.inf else math.nan
         # `_applied` is still None if DeepSpeed skipped the update itself, because the gradients are not finite.
         was_updated = bool(self._applied)
         if was_updated and self.loss_scale is not None:
@@ -362,7 +363,7 @@ class Engine:
             # it afterwards would wait until a GPU has finished the update.
             if self.zero_stage > 0:
                 self._norm = self._numbers.read_with(self.optimizer._global_grad_norm)
-            self._applied = _is_finite_norm(self._norm) and self._accept()
+            self._applied = 0 <= self._norm < math.inf and self._accept()
         if not self._applied:
             return
         if self._tower_clipping is not None:
@@ -385,11 +386,6 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers; the engine cannot be used afterwards."""
         self.deepspeed.destroy()
-
-
-def _is_finite_norm(norm: float) -> bool:
-    """Return whether the norm shows that all gradients are finite; if not, DeepSpeed reports inf, NaN or -1."""
-    return math.isfinite(norm) and norm >= 0
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra_dist.corpus.builder.chunk_processor import make_rows, pack, row_dtype
+from electra_dist.corpus.builder.examples import make_rows, pack, row_dtype
 
 PAD = 0
 CLS = 1

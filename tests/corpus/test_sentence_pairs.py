@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra_dist.corpus.builder.chunk_processor import ExampleBuilder
+from electra_dist.corpus.builder.examples import ExampleBuilder
 
 CLS = -1
 SEP = -2

@@ -30,7 +30,7 @@ from electra_dist.corpus.build_console import BuildConsole
 from electra_dist.corpus.build_report import remarks_on_unknown_tokens
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, ReadGroup
 from electra_dist.corpus.builder.build_request import BuildRequest
-from electra_dist.corpus.builder.chunk_processor import MIN_SEQ_LEN
+from electra_dist.corpus.builder.examples import MIN_SEQ_LEN
 from electra_dist.corpus.builder.join_parts import JoinedCorpus, join_parts, take_joined
 from electra_dist.corpus.builder.shuffle import NUM_CELLS, open_spills, refuse_unknown_sources, source_epochs
 from electra_dist.corpus.builder.worker_stages import (

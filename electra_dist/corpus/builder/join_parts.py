@@ -24,7 +24,8 @@ from electra_dist.corpus.build_report import (
     write_report,
 )
 from electra_dist.corpus.builder.build_records import BuildOrder, BuildRecords, FinishedBucket, read_output_vocabulary
-from electra_dist.corpus.builder.chunk_processor import in_groups, row_dtype
+from electra_dist.corpus.builder.chunk_processor import in_groups
+from electra_dist.corpus.builder.examples import row_dtype
 from electra_dist.corpus.builder.worker_stages import put_shard
 from electra_dist.corpus.counts import SKIPPED, Counts
 from electra_dist.corpus.inputs.text_decoding import SKIPPED_KINDS, Undecodable
