@@ -338,7 +338,7 @@ class Engine:
             self._tower_clipping.measure(self.layout, gradient_scale)
         norm_context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._keeps_norm_on_device:
-            # On a CPU without overlap, runs that exist keep the bits of norms of one parameter at a time.
+            # The fused norm rounds differently. On a CPU without overlap, runs that exist resume with the other one.
             fused = self._overlaps or self.device.type == "cuda"
             norm_context = _norms_stay_on_device(self.optimizer, fused=fused)
         with norm_context:

@@ -19,6 +19,7 @@ tests (tests/drills, tests/cluster).
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -320,8 +321,11 @@ def _draw_losses(axes: Axes, network: str, expected: dict[int, float], found: di
         list(expected), list(expected.values()), color=_REFERENCE_COLOR, linewidth=5.0, label="uninterrupted run"
     )
     axes.plot(list(found), list(found.values()), color=_INTERRUPTED_COLOR, linewidth=1.0, label="run with faults")
-    largest = max((abs(found[step] - expected[step]) for step in expected.keys() & found.keys()), default=0.0)
-    difference = "exactly 0 at every step" if largest == 0 else f"up to {largest:g}"
+    differences = [abs(found[step] - loss) for step, loss in expected.items() if step in found]
+    if found == expected:
+        difference = "exactly 0 at every step"
+    else:
+        difference = f"up to {max(differences, default=math.nan):g} in {len(differences)} of {len(expected)} steps"
     axes.set_title(f"{network}'s loss, difference of the two runs: {difference}")
     axes.set_ylabel("nats per token")
 

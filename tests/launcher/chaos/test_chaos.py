@@ -190,7 +190,10 @@ def test_the_picture_shows_both_losses_of_both_runs_how_far_they_are_apart_and_e
     other = write_metrics(tmp_path / "other", [5.0, 4.0, 3.5])
     for axes in fault_figure(reference, other, hits).axes[:2]:
         assert list(axes.lines[1].get_ydata()) == [5.0, 4.0, 3.5]
-        assert axes.get_title().endswith("up to 0.5")
+        assert axes.get_title().endswith("up to 0.5 in 3 of 3 steps")
+    short = write_metrics(tmp_path / "short", [5.0, 4.0])
+    for axes in fault_figure(reference, short, hits).axes[:2]:
+        assert axes.get_title().endswith("up to 0 in 2 of 3 steps")
 
 
 def test_each_kind_of_process_fault_is_injected_observed_and_survived(
