@@ -9,8 +9,8 @@ fault comes at which step (faults.py lists the faults and how the run must react
 supervisor, the drill starts it again. RUN-faults.png shows the losses of both runs with every fault marked.
 
 The drill passes if the run reacted to each fault as it must, reached its last step, and has bit for bit the losses,
-gradient norms and receipts (checksums of the rows trained on) of the reference run. Exit codes: 0 passed, 1 failed, 78
-an error that you must fix.
+gradient norms and receipts (checksums of the rows trained on) of the reference run. Exit codes: 0 passed, 1 failed, 75
+interrupted, 78 an error that you must fix.
 
 Limits: one machine, with checkpoints on its disk. Faulty S3 services and cut networks are tested in the project's own
 tests (tests/drills, tests/cluster).
@@ -19,6 +19,7 @@ tests (tests/drills, tests/cluster).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import subprocess
 import sys
@@ -201,26 +202,24 @@ def _hit_run(
 
     The checkpoints in `reference` tell how large the disk must be that the fault `disk` fills.
     """
-    disk = None
-    if "disk" in args.faults:
-        disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))
     hits: list[Hit] = []
     problems: list[str] = []
-    run = Drill(run_dir, _supervise_command(args.config, run_dir, args.ranks, args.set), args.seed)
-    try:
-        for number, planned_fault in enumerate(planned, start=1):
-            hit = run.hit(planned_fault)
-            hits.append(hit)
-            print(f"{number:3} {hit.kind} at step {hit.step}: {hit.problem or 'good'}", flush=True)
-        code = run.finish()
-        if code != EXIT_DONE:
-            problems.append(f"after the last fault the run ended with exit code {code} instead of {EXIT_DONE}")
-    except Stuck as stuck:
-        problems.append(f"after {len(hits)} faults: {stuck}")
-    finally:
-        run.close()
-        if disk:
-            disk.close()
+    with contextlib.ExitStack() as at_the_end:  # a disk is unmounted last, also if the run cannot start
+        if "disk" in args.faults:
+            disk = SmallDisk(run_dir / CHECKPOINTS_DIR, _small_disk_bytes(reference / CHECKPOINTS_DIR))
+            at_the_end.callback(disk.close)
+        run = Drill(run_dir, _supervise_command(args.config, run_dir, args.ranks, args.set), args.seed)
+        at_the_end.callback(run.close)
+        try:
+            for number, planned_fault in enumerate(planned, start=1):
+                hit = run.hit(planned_fault)
+                hits.append(hit)
+                print(f"{number:3} {hit.kind} at step {hit.step}: {hit.problem or 'good'}", flush=True)
+            code = run.finish()
+            if code != EXIT_DONE:
+                problems.append(f"after the last fault the run ended with exit code {code} instead of {EXIT_DONE}")
+        except Stuck as stuck:
+            problems.append(f"after {len(hits)} faults: {stuck}")
     return hits, problems
 
 
