@@ -228,7 +228,7 @@ def _size(location: str, info: dict[str, Any]) -> int:
 
 
 def _version(info: dict[str, Any]) -> str:
-    """Return as JSON the properties of a file, such as its ETag, by which its versions can be told apart."""
+    """Return as JSON the properties of a file, such as its ETag, which differ between its versions."""
     known = {key: info[key] for key in _VERSION_KEYS if info.get(key)}
     # As text, a time as its seconds: a listing may use another type for a property than a single file.
     return canonical_json(

@@ -173,8 +173,10 @@ def _rows_used(num_steps: int, expected: Expected, corpora: Corpora) -> list[int
 def _use_of_rows(num_used: int, rows_per_epoch: int) -> str:
     """Return in words how often each row of a corpus was used, if `num_used` rows were used, epoch after epoch.
 
-    For example: "80 of the 640 rows of the corpus 4 times, the other 560 3 times".
+    For example: "80 of the 640 rows of the corpus 4 times, the other 560 rows 3 times".
     """
+    if num_used == 0:
+        return "none yet"
     num_epochs, num_further_rows = divmod(num_used, rows_per_epoch)
     if num_further_rows == 0:
         return f"each of the {rows_per_epoch:,} rows of the corpus {_times(num_epochs)}"
@@ -182,7 +184,7 @@ def _use_of_rows(num_used: int, rows_per_epoch: int) -> str:
     if num_epochs == 0:
         return f"{some_rows}, each once"
     num_other_rows = rows_per_epoch - num_further_rows
-    return f"{some_rows} {_times(num_epochs + 1)}, the other {num_other_rows:,} {_times(num_epochs)}"
+    return f"{some_rows} {_times(num_epochs + 1)}, the other {num_other_rows:,} rows {_times(num_epochs)}"
 
 
 def _times(count: int) -> str:
